@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from gateway import cluster, static
 from gateway.bodies import BodyReader
 from gateway.contexts import resources, text, upload
-from gateway.contexts.extraction import ExtractionSlots
+from gateway.contexts.upload_slots import UploadSlots
 from gateway.errors import HttpProblem, problem_of
 from gateway.guards import OriginGuardMiddleware
 from gateway.models import ModelNameCache
@@ -67,7 +67,7 @@ def make_app(client: ProxyClient, config: GatewayConfig, ending: asyncio.Event) 
     app.state.client, app.state.model = client, ModelNameCache()
     app.state.bodies, app.state.ending = BodyReader(), ending
     app.state.public_url = config.public_url
-    app.state.extractions = ExtractionSlots()
+    app.state.upload_slots = UploadSlots()
     guarded = OriginGuardMiddleware(app, config.allow_host, config.public_url, config.allow_origin)
     if not config.allow_origin:
         return guarded

@@ -16,6 +16,8 @@ from bench.gpu.cases import Attend, Case, Choose, KernelCase, Move, Prefill, Sha
 from bench.gpu.table import page
 
 if TYPE_CHECKING:
+    import torch
+
     from bench.gpu.subjects import Subjects
     from longleaf.kernels.backend import Backend
 
@@ -56,12 +58,12 @@ def measured(wanted: Sequence[Case], limit: float, clock: Callable[[], float]) -
     bandwidth = timing.copy_bandwidth(device)
     backends = load()
     head = {"bench": "gpu", "copy_gb_per_s": round(bandwidth / 1e9, 1)}
-    runs = [(case, each) for case in wanted for each in backends if each is backends[0] or isinstance(case, Prefill)]
-    for turn, (case, backend) in enumerate(runs):
+    runs = [(case, name) for case in wanted for name in backends if name == "triton" or isinstance(case, Prefill)]
+    for turn, (case, name) in enumerate(runs):
         if clock() - begin > limit:
             tell(f"{limit:.0f} s are over: {len(runs) - turn} measurements are left out, from: {label(case)}")
             return
-        row = attempted(case, partial(row_of, case, backend, device, bandwidth))
+        row = attempted(case, partial(row_of, case, name, backends[name], device, bandwidth))
         gc.collect()
         torch.cuda.empty_cache()
         tell(f"  {label(case)}: {summary(row)}")
@@ -89,7 +91,7 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def row_of(case: Case, backend: "Backend", device: str, bandwidth: float) -> Row:
+def row_of(case: Case, name: str, backend: "Backend", device: str, bandwidth: float) -> Row:
     """The measurements of a case. Raises LeftOut if a dependency is missing."""
     match case:
         case Step():
@@ -110,7 +112,7 @@ def row_of(case: Case, backend: "Backend", device: str, bandwidth: float) -> Row
         case Attend() | Move() | Prefill():
             from bench.gpu.subjects import Subjects
 
-            return {"kernels": backend.name, **timed(Subjects(backend, device), case, bandwidth)}
+            return {"kernels": name, **timed(Subjects(backend, device), case, bandwidth)}
 
 
 def summary(row: Row) -> str:
@@ -121,24 +123,35 @@ def summary(row: Row) -> str:
     return next(f"{why.replace('_', ' ')}: {row[why]}" for why in NOT_MEASURED if why in row)
 
 
-def load() -> "list[Backend]":
-    """The backends of the current GPU: Triton's kernels, and where they can be had flash kernels for many rows."""
-    from longleaf.kernels.gpu.backend import TritonKernels
+def load() -> "dict[str, Backend]":
+    """The backends of the current GPU by name: Triton's kernels, and those with each source of flash kernels for many
+    rows."""
+    from longleaf.kernels.gpu.backend import TritonKernels, count_multiprocessors
 
-    found: list[Backend] = [TritonKernels.load()]
+    found: dict[str, Backend] = {"triton": TritonKernels.load()}
     try:
-        from longleaf.kernels.gpu.flash import FlashKernels
+        from longleaf.kernels.gpu.flash import right_ones
 
-        found.append(FlashKernels.load())
+        right, reasons = right_ones(count_multiprocessors(), torch_device())
+        found |= {f"flash, {name}": kernels for name, kernels in right.items()}
     except (ImportError, RuntimeError) as error:
-        tell(f"no flash kernels: {error}")
+        reasons = [str(error)]
+    for reason in reasons:
+        tell(f"no flash kernels of {reason}")
     return found
+
+
+def torch_device() -> "torch.device":
+    import torch
+
+    return torch.device(ground.DEVICE)
 
 
 def timed(subjects: "Subjects", case: KernelCase, bandwidth: float) -> Row:
     """The measurements of a kernel."""
-    num_sets, called, graph = times(subjects, case)
+    num_sets, called, graph, first = times(subjects, case)
     row: Row = {"sets": num_sets, "graph_us": round(graph * 1e6, 2), "called_us": round(called * 1e6, 2)}
+    row["first_ms"] = round(first * 1e3, 1)
     if isinstance(case, Prefill):
         return row | {"tokens_per_s": round(case.num_rows / graph), "tflops": round(case.num_flops / graph / 1e12, 1)}
     rate = case.num_bytes / graph
@@ -146,8 +159,9 @@ def timed(subjects: "Subjects", case: KernelCase, bandwidth: float) -> Row:
     return row | share | {"bytes": case.num_bytes, "target": getattr(case, "target", None)}
 
 
-def times(subjects: "Subjects", case: KernelCase) -> tuple[int, float, float]:
-    """Sets of memory that take turns, and the seconds of a call: launched one by one, and from a graph."""
+def times(subjects: "Subjects", case: KernelCase) -> tuple[int, float, float, float]:
+    """Sets of memory that take turns, the seconds of a call, launched one by one and from a graph, and those of the
+    first call, which may compile."""
     from bench.gpu import timing
 
     calls = subjects.calls(case)
@@ -156,9 +170,10 @@ def times(subjects: "Subjects", case: KernelCase) -> tuple[int, float, float]:
         for call in calls:
             call()
 
-    launch()  # compiles, and fills the caches
+    first = timing.seconds_of_first(calls[0])
+    launch()  # fills the caches
     called, graph = timing.seconds(launch), timing.seconds(timing.captured(calls))
-    return len(calls), called / len(calls), graph / len(calls)
+    return len(calls), called / len(calls), graph / len(calls), first
 
 
 def tell(text: str) -> None:

@@ -8,9 +8,15 @@ LATENT_GROUP, LATENT, VALUES = 16, 576, 512
 BLOCK_SIZE = 128
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "latent": 2}
 KEYS = (8192, 32768, 131072, 524288, 1048576)
-TARGET, TARGET_FROM = 0.85, 131072
-"""Share of a copy's bandwidth that is aimed at, over so many keys and more, of 8 key heads of 128 in bfloat16."""
+TARGETS, TARGET_FROM = {"bfloat16": 0.85, "int8": 0.88, "float32": 0.70}, 131072
+"""Share of a copy's bandwidth that is aimed at, by type of keys, over so many keys and more, of 8 key heads of 128."""
+TARGET_TFLOPS, TARGET_TFLOPS_FROM_ROWS = 400.0, 64
+"""Rate of the products of so many rows that share keys, of which the products take longer than the reads."""
+PREFILL_TFLOPS, PREFILL_TFLOPS_FROM = 500.0, 32768
+"""Rate that is aimed at for chunks after so many tokens."""
 PASTS, CHUNK = (0, 32768, 131072), 4096
+RAGGED = (100_000, 3000)
+"""Keys and rows that are no powers of two."""
 STEP_KEYS = (32768, 131072, 262144, 524288)
 DRAFTS = 7
 STEP_TARGET = 0.75
@@ -42,9 +48,22 @@ class Attend(NamedTuple):
         return int(KEY_HEADS * self.num_keys * (2 * DIM * ITEMSIZE[self.keys] + extra))
 
     @property
+    def num_flops(self) -> int:
+        """FLOPs of the required products."""
+        pairs = self.num_rows * self.num_keys if self.is_shared else self.num_keys
+        if self.keys == "latent":
+            return 2 * LATENT_GROUP * (LATENT + VALUES) * pairs
+        return 4 * KEY_HEADS * GROUP * DIM * pairs
+
+    @property
     def target(self) -> float | None:
         """The share that is aimed at; None: no such aim."""
-        return TARGET if self.keys == "bfloat16" and self.num_keys >= TARGET_FROM else None
+        return TARGETS.get(self.keys) if self.num_keys >= TARGET_FROM else None
+
+    @property
+    def target_tflops(self) -> float | None:
+        """The rate that is aimed at instead if its products take longer than the reads; None: the share is."""
+        return TARGET_TFLOPS if self.target and self.num_rows >= TARGET_TFLOPS_FROM_ROWS and self.is_shared else None
 
 
 class Move(NamedTuple):
@@ -73,6 +92,11 @@ class Prefill(NamedTuple):
     @property
     def name(self) -> str:
         return "prefill"
+
+    @property
+    def target_tflops(self) -> float | None:
+        """The rate that is aimed at; None: no such aim."""
+        return PREFILL_TFLOPS if self.past >= PREFILL_TFLOPS_FROM else None
 
     @property
     def num_flops(self) -> int:
@@ -142,6 +166,7 @@ def cases() -> Iterator[Case]:
     yield from map(Choose, KINDS)
     yield Share()
     yield from map(Prefill, PASTS)
+    yield Prefill(*RAGGED)
     for keys in ("int8", "latent", "float16", "float32"):
         for num_keys in KEYS:
             yield Attend(keys, num_keys)

@@ -10,6 +10,8 @@ from bench.gpu.ground import installed
 
 QUERY = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
 
+VERSIONS = ("torch", "triton", "flash-attn", "flash-attn-4", "transformers", "longleaf")
+
 
 def describe(device: str) -> dict[str, object]:
     """Name, size, clocks and versions, as they go into every result."""
@@ -22,10 +24,16 @@ def describe(device: str) -> dict[str, object]:
         "l2_mib": round(getattr(found, "L2_cache_size", 0) / 2**20),
         "nvidia_smi": clocks(),
         "python": platform.python_version(),
-        "versions": {name: installed(name) for name in ("torch", "triton", "flash-attn", "transformers", "longleaf")},
+        "versions": {name: installed(name) for name in VERSIONS} | {"cudnn": cudnn_version()},
         "cuda": torch.version.cuda or torch.version.hip,
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def cudnn_version() -> str | None:
+    """The version of cuDNN that torch uses; None without it."""
+    number = torch.backends.cudnn.version()
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else None
 
 
 def clocks() -> dict[str, str]:

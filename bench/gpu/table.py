@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from bench.gpu.cases import Attend, Prefill
 from bench.harness.paper import PAPER, PUBLISHED
 
 Row = Mapping[str, Any]
@@ -34,7 +35,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 
 OWN_TABLES = ("prefill", "step", "choose", "share")
 KERNELS = ("what", "kernels", "in a graph, us", "as called, us", "GB/s", "share", "target")
-PREFILL = ("prefill, one layer", "kernels", "tokens/s", "TFLOP/s")
+PREFILL = ("prefill, one layer", "kernels", "tokens/s", "TFLOP/s", "target", "first call, ms")
 STEPS = (
     "decode step, random Llama-3.1-8B",
     "kernels",
@@ -72,11 +73,15 @@ def cells(*texts: str) -> str:
 
 def kernel_cells(row: Row) -> Sequence[str]:
     numbers = f"{row['graph_us']:,.1f}", f"{row['called_us']:,.1f}", f"{row['gb_per_s']:,.0f}"
-    return row["what"], row["kernels"], *numbers, f"{row['share']:.0%}", target(row)
+    case, share = case_of(row), f"{row['share']:.0%}"
+    if case and case.target_tflops:
+        share += f", {tflops(row, case):.0f} TFLOP/s"
+    return row["what"], row["kernels"], *numbers, share, target(row)
 
 
 def prefill_cells(row: Row) -> Sequence[str]:
-    return row["what"], row["kernels"], f"{row['tokens_per_s']:,.0f}", f"{row['tflops']:,.0f}"
+    first = f"{row['first_ms']:,.0f}" if "first_ms" in row else ""
+    return row["what"], row["kernels"], f"{row['tokens_per_s']:,.0f}", f"{row['tflops']:,.0f}", target(row), first
 
 
 def step_cells(row: Row) -> Sequence[str]:
@@ -126,9 +131,24 @@ def sharing_cells(row: Row) -> Sequence[str]:
 
 
 def target(row: Row) -> str:
-    if row["target"] is None:
-        return ""
-    return f"{row['target']:.0%}, {'met' if row['share'] >= row['target'] else 'missed'}"
+    """The share, or the rate of products that takes its place, and whether it was reached."""
+    case = case_of(row)
+    if case and case.target_tflops:
+        return f"{case.target_tflops:.0f} TFLOP/s, {'met' if tflops(row, case) >= case.target_tflops else 'missed'}"
+    share = row.get("target") or (case.target if isinstance(case, Attend) else None)
+    return f"{share:.0%}, {'met' if row['share'] >= share else 'missed'}" if share else ""
+
+
+def tflops(row: Row, case: Attend | Prefill) -> float:
+    """Rate of the required products, in 10^12 FLOP/s."""
+    return case.num_flops / row["graph_us"] / 1e6
+
+
+def case_of(row: Row) -> Attend | Prefill | None:
+    """The case of a row whose products are counted, with the targets of today."""
+    if row["case"] == "attend":
+        return Attend(row["keys"], row["num_keys"], row["num_rows"], row["is_shared"])
+    return Prefill(row["past"], row["num_rows"]) if row["case"] == "prefill" else None
 
 
 def not_measured(rows: Sequence[Row]) -> Iterator[str]:

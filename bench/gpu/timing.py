@@ -1,5 +1,6 @@
 """Times of what runs on a GPU, by its own events."""
 
+import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
@@ -17,6 +18,15 @@ def captured(calls: Sequence[Call]) -> Call:
         for call in calls:
             call()
     return graph.replay
+
+
+def seconds_of_first(call: Call) -> float:
+    """Seconds of the host for a call that has not run before, and may compile."""
+    begin = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
 
 
 def seconds(call: Call, repeats: int = REPEATS) -> float:

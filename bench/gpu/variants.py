@@ -1,5 +1,5 @@
-"""Measures alternative sizes and kernels: of sampling, and of attention over keys that rows share, in float32, in 8
-bits and over short contexts.
+"""Measures alternative sizes and kernels for sampling, for attention over keys that rows share, in float32, in 8 bits,
+over latents and over short contexts, for the merge of partials, and for the store in 8 bits.
 
     python3 -m bench.gpu.variants --json > variants.json
     python3 -m bench.gpu.variants --only float32         groups whose name holds this
@@ -27,15 +27,16 @@ from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 from bench.gpu import ground
-from bench.gpu.cases import Attend, Choose, label
+from bench.gpu.cases import LATENT as LATENT_DIM
+from bench.gpu.cases import LATENT_GROUP, VALUES, Attend, Choose, Move, label
 
 SECONDS = 90.0
 JOBS = 14
 """Processes that compile at a time."""
 REPEATS = 10
-TOLERANCES = {"bfloat16": 1.5e-2, "float32": 1e-5, "int8": 4e-3}
+TOLERANCES = {"bfloat16": 1.5e-2, "float32": 1e-5, "int8": 4e-3, "latent": 3e-2}
 """Largest difference from float64 of a number, and of an lse relative to it."""
-NORMS = {"bfloat16": 1e-2, "float32": 5e-6, "int8": 4e-3}
+NORMS = {"bfloat16": 1e-2, "float32": 5e-6, "int8": 4e-3, "latent": 1e-2}
 """Norm of the difference of all numbers over that of the numbers."""
 CHECKED_KEYS = 9000
 Row = dict[str, Any]
@@ -47,13 +48,15 @@ class Group(NamedTuple):
     """Cases that the same variants serve."""
 
     name: str
-    cases: Sequence[Attend]
-    variants: Sequence[tuple[Any, ...]]
+    cases: Sequence[Attend | Move]
+    variants: Sequence[tuple[Any, ...] | dict[str, int]]
     """Fields of `tuning.Tile`, then the remaining ones of `tuning.Tuning`: maximum rows, programs, and minimum keys of
     a piece; then the precision of products or the maximum registers. No fields: the kernel and the sizes of
-    `constants`."""
+    `constants`. A dict has the sizes of `kernel` that differ from those of `constants`."""
     item_rows: int = 16
     """Maximum rows of an item."""
+    kernel: str = ""
+    """The kernel whose sizes differ; empty: attention."""
 
 
 CONSTANTS: tuple[Any, ...] = ()
@@ -66,7 +69,13 @@ SHARED_8 = Group(
 SHARED_64 = Group(
     "64 rows that share",
     [Attend("bfloat16", 131072, 64)],
-    [CONSTANTS, ("unmasked", 64, 64, 4, 3, 64, 2, 128)],
+    [
+        CONSTANTS,
+        ("unmasked", 64, 64, 4, 3, 64, 2, 128),
+        ("unmasked", 128, 64, 8, 3, 128, 1, 128),
+        ("unmasked", 128, 128, 8, 2, 128, 1, 128),
+        ("unmasked", 128, 64, 8, 4, 128, 1, 128),
+    ],
 )
 FLOAT32 = Group(
     "float32",
@@ -91,7 +100,53 @@ ONE_ROW = Group(
     [Attend("bfloat16", keys) for keys in (4096, 131072)],
     [CONSTANTS, ("items", 16, 64, 4, 2, None, 2, 128)],
 )
-GROUPS = (SHARED_8, SHARED_64, FLOAT32, INT8, ONE_ROW)
+INT8_SHARED = Group(
+    "in 8 bits, 8 rows that share",
+    [Attend("int8", 131072, 8)],
+    [CONSTANTS, ("items", 16, 128, 4, 3), ("items", 32, 128, 8, 3, 32), ("items", 32, 128, 8, 2, 32)],
+)
+LATENT = Group(
+    "latents",
+    [Attend("latent", 131072)],
+    [
+        CONSTANTS,
+        ("items", 16, 32, 4, 2, None, 2, 256),
+        ("items", 16, 32, 4, 3),
+        ("items", 16, 64, 8, 2, None, 1),
+        ("items", 16, 32, 4, 2, None, 3),
+    ],
+)
+LATENT_SHARED = Group(
+    "latents, 8 rows that share",
+    [Attend("latent", 131072, 8)],
+    [
+        CONSTANTS,
+        ("items", 64, 32, 8, 2, 64, 2),
+        ("items", 64, 32, 8, 3, 64, 1),
+        ("items", 64, 64, 8, 2, 64, 1),
+        ("items", 32, 32, 8, 2, 32, 2),
+    ],
+)
+FOLD = Group(
+    "merges of partials",
+    [Attend("bfloat16", 8192), Attend("int8", 131072), Attend("latent", 131072), Attend("latent", 131072, 8)],
+    [{}, {"TILE_PARTS": 16}, {"TILE_VALUES": 64}, {"TILE_VALUES": 32, "TILE_PARTS": 64, "num_warps": 2}],
+    kernel="fold_items",
+)
+STORE = Group(
+    "stores in 8 bits",
+    [Move("store_int8", 4096), Move("store_int8", 1)],
+    [
+        {},
+        {"TILE_TOKENS": 16},
+        {"TILE_TOKENS": 32},
+        {"TILE_TOKENS": 32, "num_warps": 8},
+        {"TILE_TOKENS": 32, "TILE_SCAN": 4096, "num_warps": 8},
+        {"TILE_TOKENS": 128, "num_warps": 8},
+    ],
+    kernel="store_int8",
+)
+GROUPS = (SHARED_8, SHARED_64, FLOAT32, INT8, INT8_SHARED, LATENT, LATENT_SHARED, ONE_ROW, FOLD, STORE)
 SAMPLERS: tuple[dict[str, int], ...] = (
     {},
     {"row_warps": 4},
@@ -127,8 +182,6 @@ def name_of(variant: Sequence[Any] | dict[str, int]) -> str:
 
 def tunings_of(group: Group, variant: Sequence[Any]) -> Any:
     """The table of tunings that launches a variant."""
-    import torch
-
     from longleaf.kernels.gpu.tuning import Tile, Tuning
 
     if not variant:
@@ -138,16 +191,55 @@ def tunings_of(group: Group, variant: Sequence[Any]) -> Any:
         last = rest.pop()
         tile = tile._replace(precision=last) if isinstance(last, str) else tile._replace(max_registers=last)
     max_rows, programs, min_piece = (*rest, *(None, 2, None)[len(rest) :])
-    case = group.cases[0]
     rows = min(max_rows or group.item_rows, max_rows or 64)
-    tuning = Tuning({rows: tile}, max_rows, programs or 2, min_piece)
-    return {(getattr(torch, case.keys), 128): tuning}
+    smaller = Tile("items", 16, 128, 4, 3) if group is INT8_SHARED else None
+    tiles = {16: smaller, rows: tile} if smaller and max_rows else {rows: tile}
+    return {key_of(group): Tuning(tiles, max_rows, programs or 2, min_piece)}
 
 
-def kernels_of(tunings: Any) -> Any:
+def key_of(group: Group) -> Any:
+    """The entry of the table of tunings that a group's variants replace."""
+    import torch
+
+    case = group.cases[0]
+    assert isinstance(case, Attend)
+    keys = case.keys
+    return (torch.bfloat16, LATENT_DIM) if keys == "latent" else (getattr(torch, keys), 128)
+
+
+def kernels_of(group: Group, variant: Sequence[Any] | dict[str, int]) -> Any:
+    """The kernels with a variant's sizes."""
     from longleaf.kernels.gpu.backend import TritonKernels, count_multiprocessors
 
-    return TritonKernels(count_multiprocessors(), tunings=tunings)
+    if isinstance(variant, dict):
+        return TritonKernels(count_multiprocessors(), sizes={group.kernel: variant})
+    return TritonKernels(count_multiprocessors(), tunings=tunings_of(group, variant))
+
+
+def checked(group: Group, number: int, device: str) -> Row:
+    """Whether the results of a variant are right."""
+    if isinstance(group.cases[0], Move):
+        return checked_store(group, number, device)
+    return checked_attention(group, number, device)
+
+
+def checked_store(group: Group, number: int, device: str) -> Row:
+    """The number of stored tensors whose bits differ from those of the definition, over tokens that come in parts."""
+    import torch
+
+    from longleaf.kernels import int8
+
+    kernels = kernels_of(group, group.variants[number])
+    generator = torch.Generator(device).manual_seed(0)
+    k, v = (torch.randn(2, 640, 128, generator=generator, device=device).to(torch.bfloat16) for _ in range(2))
+    k[:, 300:] *= 4
+    slots = torch.arange(640, device=device)
+    found, right = (int8.empty(2, 5, 128, 128, device) for _ in range(2))
+    for part in (slice(0, 5), slice(5, 350), slice(350, 640)):
+        kernels.store_int8(found, slots[part], k[:, part], v[:, part])
+        int8.write(right, slots[part], k[:, part], v[:, part])
+    num_wrong = sum(not torch.equal(a, b) for a, b in zip(found[:4], right[:4], strict=True))
+    return {"error": float(num_wrong), "is_right": num_wrong == 0}
 
 
 def checked_attention(group: Group, number: int, device: str) -> Row:
@@ -157,17 +249,21 @@ def checked_attention(group: Group, number: int, device: str) -> Row:
     from longleaf.attention.masks import Read, Reads
     from longleaf.kernels import int8
 
-    case, kernels = group.cases[0], kernels_of(tunings_of(group, group.variants[number]))
+    case, kernels = group.cases[0], kernels_of(group, group.variants[number])
+    assert isinstance(case, Attend)
     generator = torch.Generator(device).manual_seed(0)
-    dtype = torch.bfloat16 if case.keys == "int8" else getattr(torch, case.keys)
+    dtype = torch.bfloat16 if case.keys in ("int8", "latent") else getattr(torch, case.keys)
+    num_kv_heads, num_heads, dim = (1, LATENT_GROUP, LATENT_DIM) if case.keys == "latent" else (8, 32, 128)
     size = (CHECKED_KEYS // 128 + 1) * 128
 
     def drawn(*shape: int) -> Any:
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
-    q, k, v = drawn(case.num_rows, 32, 128), drawn(8, size, 128), drawn(8, size, 128)
+    q, k, v = drawn(case.num_rows, num_heads, dim), drawn(num_kv_heads, size, dim), drawn(num_kv_heads, size, dim)
+    if case.keys == "latent":
+        v = k[..., :VALUES]
     reads = [Read(0, case.num_rows, 7, 3001), Read(0, case.num_rows, 3050, CHECKED_KEYS)]
-    scale = 2 * 128**-0.5
+    scale = 2 * dim**-0.5
     if case.keys == "int8":
         layer = int8.empty(8, size // 128, 128, 128, device)
         kernels.store_int8(layer, torch.arange(size, device=device), k, v)
@@ -176,7 +272,7 @@ def checked_attention(group: Group, number: int, device: str) -> Row:
     else:
         found = kernels.attend(q, k, v, Reads(reads), scale)
     seen = torch.cat([torch.arange(*read[2:4], device=device) for read in reads])
-    q_KRD = q.double().unflatten(1, (8, -1)).permute(1, 0, 2, 3).flatten(1, 2)
+    q_KRD = q.double().unflatten(1, (num_kv_heads, -1)).permute(1, 0, 2, 3).flatten(1, 2)
     scores_KRS = scale * q_KRD @ k[:, seen].double().transpose(1, 2)
     out_KRD = torch.softmax(scores_KRS, 2) @ v[:, seen].double()
     out = out_KRD.unflatten(1, (case.num_rows, -1)).permute(1, 0, 2, 3).flatten(1, 2)
@@ -246,7 +342,7 @@ def timed_attention(group: Group, right: Sequence[int], device: str, end: float)
     bandwidth = timing.copy_bandwidth(device)
     for case in group.cases:
         torch.manual_seed(0)
-        subjects = Subjects(kernels_of({}), device)
+        subjects = Subjects(kernels_of(group, CONSTANTS), device)
         calls = subjects.calls(case)
         wanted: Any = None
         for number in right:
@@ -256,20 +352,19 @@ def timed_attention(group: Group, right: Sequence[int], device: str, end: float)
                 continue
             try:
                 # the calls read the backend of their subjects: the same keys serve all variants
-                subjects._backend = kernels_of(tunings_of(group, group.variants[number]))
+                subjects._backend = kernels_of(group, group.variants[number])
                 _forget_tables(calls)
                 found: Any = [call() for call in calls].pop()
                 wanted = found if wanted is None else wanted
                 seconds = timing.seconds(timing.captured(calls), REPEATS) / len(calls)
-                far = float((found.out_THD - wanted.out_THD).norm() / wanted.out_THD.norm())
-                if not far <= 2 * NORMS[case.keys]:
-                    raise RuntimeError(f"differs from the first variant by {far:.1e}")
-                flops = 4 * case.num_rows * 32 * 128 * case.num_keys
+                if isinstance(case, Attend):
+                    far = float((found.out_THD - wanted.out_THD).norm() / wanted.out_THD.norm())
+                    if not far <= 2 * NORMS[case.keys]:
+                        raise RuntimeError(f"differs from the first variant by {far:.1e}")
+                    row |= {"tflops": round(case.num_flops / seconds / 1e12, 1), "from_first": far}
                 yield row | {
                     "graph_us": round(seconds * 1e6, 2),
                     "share": round(case.num_bytes / seconds / bandwidth, 4),
-                    "tflops": round(flops / seconds / 1e12, 1),
-                    "from_first": far,
                     "is_default": name_of(group.variants[number]) == default_of(group),
                 }
             except Exception as error:  # any error: the others continue
@@ -290,13 +385,14 @@ def _forget_tables(calls: Sequence[Any]) -> None:
 
 def default_of(group: Group) -> str:
     """The name of the variant that `longleaf.kernels.gpu.tuning` has."""
-    import torch
-
     from longleaf.kernels.gpu.tuning import HOPPER, NONE
 
-    key = (getattr(torch, group.cases[0].keys), 128)
+    if group.kernel:
+        return name_of({})
+    key = key_of(group)
     default = HOPPER.get(key, NONE)
     for variant in group.variants:
+        assert not isinstance(variant, dict)
         tuning = tunings_of(group, variant).get(key, NONE)
         is_same = tuning.tiles.items() <= default.tiles.items() and tuning[2:] == default[2:]
         if tuning.tiles and is_same and tuning.max_rows in (None, default.max_rows):
@@ -342,7 +438,7 @@ def run_part(part: dict[str, Any]) -> None:
                     if part["group"] == SAMPLING:
                         row |= checked_sampling(kind, number, device)
                     else:
-                        row |= checked_attention(groups[part["group"]], number, device)
+                        row |= checked(groups[part["group"]], number, device)
                 except Exception as error:  # any error: the others continue
                     row |= {"failed": _line(error)}
                 print(json.dumps(row | {"seconds": round(time.monotonic() - begin, 1)}), flush=True)
@@ -408,7 +504,8 @@ def summary(row: Row) -> str:
         return f"check  {what} [{name_of(name)}]: {result}{wrong} ({row['seconds']} s)"
     if "graph_us" not in row:
         return f"time   {row['case']} [{row['variant']}]: {row.get('failed') or row.get('left_out')}"
-    share = f", {row['share']:.0%} of a copy, {row['tflops']} TFLOP/s" if "share" in row else ""
+    share = f", {row['share']:.0%} of a copy" if "share" in row else ""
+    share += f", {row['tflops']} TFLOP/s" if "tflops" in row else ""
     default = " (default)" if row["is_default"] else ""
     verb = "best" if row.get("is_best") else "time"
     return f"{verb}   {row['case']} [{row['variant']}]{default}: {row['graph_us']} us{share}"

@@ -46,7 +46,7 @@ def load_times() -> Row:
 
 def decode_of(name: str, num_tokens: int) -> Row:
     with random_llama(name) as measured:
-        found = decode.run(measured, (1, 8), num_tokens, repeats=9)
+        found = decode.run(measured, (1, 8), num_tokens, repeats=7)
     goals = [Goal(f"{batch} rows", found[f"rows_{batch}"], MAX_DECODE[name, batch]) for batch in (1, 8)]
     return {**found, **met(goals)}
 
@@ -58,7 +58,7 @@ def met(goals: Iterable[Goal]) -> Row:
 PARTS = {
     "bytes": bytes_of_shares,
     "load": load_times,
-    "decode": lambda: decode_of(LARGE, 24),
+    "decode": lambda: decode_of(LARGE, 64),
     "decode_small": lambda: decode_of(SMALL, 64),
     "exchanges": lambda: {"families": exchanges.measure(), "goals": []},
     "large": large.measure,

@@ -1,99 +1,31 @@
-"""Extraction of uploaded files in separate processes, with limits on their number and size."""
+"""Extraction of uploaded files in separate processes."""
 
 import asyncio
+import logging
 import threading
-from collections import Counter
-from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from gateway.errors import HttpProblem, unavailable
+from gateway.contexts.upload_slots import UploadSlot
 from longleaf.documents.collection import Collection, SourceFile, files_of
 from longleaf.documents.extraction_process import ExtractionProcess, FileSection, LeftOut, extract
-from longleaf.documents.limits import LIMITS, ExtractionLimits
+from longleaf.documents.limits import ExtractionLimits
 from longleaf.documents.text_budget import TextBudget
 from longleaf.errors import InvalidArgument, StartError
+from longleaf.formatting import human_number
 
-MAX_UPLOADS = 8
-"""Uploads that are received or extracted, or whose text has not been sent to the service. Further ones get 503."""
-MAX_UPLOADS_PER_CALLER = 4
-MAX_UPLOADS_PER_ADDRESS = 6
-"""Limit for one address with several credentials, which may be made up if the service requires none."""
-MAX_SPOOLED_BYTES = 1 << 30
-"""Limit of all files that have been received and not yet been extracted, on disk."""
-NUM_PROCESSES = 2
+UPLOAD_SECONDS = 300.0
+"""Timeout for the extraction of all files of an upload."""
 REPORT_SECONDS = 0.5
 """Time between two reports of the progress."""
 
 
-class ExtractionSlots:
-    """Limits the uploads that are extracted, in total, for each caller, and for each address."""
-
-    def __init__(self, limits: ExtractionLimits = LIMITS) -> None:
-        self.limits = limits
-        self.processes = asyncio.Semaphore(NUM_PROCESSES)
-        self._callers, self._addresses = Counter[str](), Counter[str]()
-        self._num_bytes = 0
-
-    @contextmanager
-    def slot(self, caller: str, address: str) -> Generator["UploadSlot", None, None]:
-        """A slot for one upload of a caller at an address. Raises HttpProblem if none is free."""
-        if (
-            self._callers.total() >= MAX_UPLOADS
-            or self._callers[caller] >= MAX_UPLOADS_PER_CALLER
-            or self._addresses[address] >= MAX_UPLOADS_PER_ADDRESS
-        ):
-            raise unavailable("the gateway is extracting as many documents as it can: try again later")
-        self._callers[caller] += 1
-        self._addresses[address] += 1
-        slot = UploadSlot(self, caller, address)
-        try:
-            yield slot
-        finally:
-            slot.release()
-
-    def add_bytes(self, num_bytes: int) -> None:
-        """Counts spooled bytes. Raises HttpProblem beyond the limit."""
-        if self._num_bytes + num_bytes > MAX_SPOOLED_BYTES:
-            raise unavailable("the gateway is receiving as many documents as it can: try again later")
-        self._num_bytes += num_bytes
-
-    def remove(self, caller: str, address: str, num_bytes: int) -> None:
-        """Frees a slot with its spooled bytes."""
-        self._num_bytes -= num_bytes
-        self._callers[caller] -= 1
-        self._addresses[address] -= 1
-        self._callers += Counter()  # drops callers without uploads
-        self._addresses += Counter()
-
-    def audit(self) -> None:
-        """Checks that nothing is counted while no upload is open."""
-        assert not self._callers
-        assert not self._addresses
-        assert self._num_bytes == 0, f"{self._num_bytes} bytes are still counted"
-
-
-class UploadSlot:
-    """The share of one upload."""
-
-    def __init__(self, slots: ExtractionSlots, caller: str, address: str) -> None:
-        self.slots, self._caller, self._address = slots, caller, address
-        self._num_bytes, self._is_released = 0, False
-
-    def grow(self, num_bytes: int) -> None:
-        """Counts further bytes of the body. Raises HttpProblem."""
-        limit = self.slots.limits.file_bytes
-        if self._num_bytes + num_bytes > limit:
-            raise HttpProblem(413, f"the body has more than {limit:,} bytes")
-        self.slots.add_bytes(num_bytes)
-        self._num_bytes += num_bytes
-
-    def release(self) -> None:
-        """Frees the slot. Idempotent."""
-        if not self._is_released:
-            self._is_released = True
-            self.slots.remove(self._caller, self._address, self._num_bytes)
+UNFILTERED = (
+    "files are extracted without a filter of system calls, which this machine does not support: a hostile file may "
+    "reach the files and the network of the gateway"
+)
+log = logging.getLogger("gateway")
 
 
 @dataclass(frozen=True)
@@ -133,13 +65,14 @@ class _Run:
 
 
 async def extract_files(
-    files: Sequence[UploadedFile], slots: ExtractionSlots, *, as_text: bool, found: Collection
+    files: Sequence[UploadedFile], slot: UploadSlot, *, as_text: bool, found: Collection
 ) -> AsyncGenerator[FileSection | None, None]:
-    """Adds the texts of the files to `found`, and yields the latest section at intervals. Of several files, those that
-    cannot be read are left out; a single one raises InvalidArgument. Closing the generator ends the process."""
+    """Waits for the turn of the slot, adds the texts of the files to `found`, and yields the latest section at
+    intervals. Of several files, those that cannot be read are left out; a single one raises InvalidArgument. Raises
+    HttpProblem if the upload is evicted. Closing the generator ends the process."""
     run = _Run()
     # a separate task, so that a client that does not read its events delays no other upload
-    work = asyncio.create_task(_extract_all(files, slots, as_text, run, found))
+    work = asyncio.create_task(_extract_in_turn(files, slot, as_text, run, found))
     try:
         while not work.done():
             await asyncio.wait([work], timeout=REPORT_SECONDS)
@@ -152,14 +85,28 @@ async def extract_files(
             work.exception()  # otherwise asyncio logs it
 
 
-async def _extract_all(
-    files: Sequence[UploadedFile], slots: ExtractionSlots, as_text: bool, run: _Run, found: Collection
+async def _extract_in_turn(
+    files: Sequence[UploadedFile], slot: UploadSlot, as_text: bool, run: _Run, found: Collection
 ) -> None:
-    budget = TextBudget(slots.limits)
+    await slot.wait_turn()
+    try:
+        async with asyncio.timeout(UPLOAD_SECONDS):
+            await _extract_all(files, slot.limits, as_text, run, found)
+    except TimeoutError:
+        message = f"the extraction took more than {human_number(UPLOAD_SECONDS)} s"
+        message += ": upload fewer files at a time" if len(files) > 1 else ""
+        raise InvalidArgument("body", message) from None
+    finally:
+        slot.end_extraction()
+
+
+async def _extract_all(
+    files: Sequence[UploadedFile], limits: ExtractionLimits, as_text: bool, run: _Run, found: Collection
+) -> None:
+    budget = TextBudget(limits)
     for each in files:
         try:
-            async with slots.processes:
-                await _extract_in_thread(each, slots.limits, as_text, run, budget, found)
+            await _extract_in_thread(each, limits, as_text, run, budget, found)
         except InvalidArgument as error:
             if len(files) == 1:
                 raise
@@ -206,6 +153,8 @@ def _extract(
         raise StartError(f"a file cannot be extracted: {error.strerror}") from None
     finally:
         each.file.close()  # early, because a form has many
+    if "filter" not in extracted.confined_by:
+        log.warning(UNFILTERED)
     found.files += [SourceFile(file.name, sections=file.sections) for file in files_of(extracted)]
     found.left_out += extracted.left_out
     found.remarks += extracted.remarks

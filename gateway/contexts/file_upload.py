@@ -1,6 +1,7 @@
 """Uploads of files that are not plain UTF-8 text, and of several files: they are spooled, extracted, and ingested."""
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import ExitStack, aclosing, suppress
@@ -16,10 +17,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.callers import caller_of, client_of, peer_of, with_deadline
-from gateway.contexts.extraction import ExtractionSlots, UploadedFile, UploadSlot, extract_files
+from gateway.contexts.extraction import UploadedFile, extract_files
 from gateway.contexts.resources import context_problem
-from gateway.contexts.upload_events import NAMES, UploadEvents
-from gateway.errors import HttpProblem, problem_of
+from gateway.contexts.upload_events import NAMES, EventBuffer, UploadEvents
+from gateway.contexts.upload_slots import UploadSlot, UploadSlots
+from gateway.errors import HttpProblem, problem_of, unavailable
 from gateway.sse import EventResponse, event, wait_disconnected
 from longleaf.client.documents import UploadSource, size_of
 from longleaf.client.files import files_of as offsets_of
@@ -36,7 +38,7 @@ from longleaf.types import IngestHeader, IngestProgress
 IDLE_SECONDS = 110.0
 """Timeout for the next part of a body."""
 BODY_SECONDS = 1200.0
-"""Timeout for a whole body, which occupies a slot."""
+"""Timeout for a whole body."""
 MAX_FILES = 256
 """Files of a form."""
 MAX_FIELDS = 16
@@ -44,6 +46,7 @@ FORM = "multipart/form-data"
 UTF8 = frozenset(("", "utf-8", "utf8", "us-ascii", "ascii"))
 MAX_REPORTED = 100
 """Files that the events name as left out."""
+log = logging.getLogger("gateway")
 NOTHING: dict[str, Any] = {
     "received_bytes": 0,
     "received_tokens": 0,
@@ -72,7 +75,7 @@ async def upload_files(
     request: Request, header: IngestHeader, model: str, media_type: str, charset: str, options: FileOptions
 ) -> Response:
     """Receives the files, checks their kinds, and returns the events of their extraction and ingest."""
-    slots: ExtractionSlots = request.app.state.extractions
+    slots: UploadSlots = request.app.state.upload_slots
     client = client_of(request)
     header = replace(header, total_bytes=None, files=())
     if charset not in UTF8:
@@ -81,13 +84,17 @@ async def upload_files(
     with ExitStack() as stack:
         slot = stack.enter_context(slots.slot(caller_of(request), peer_of(request)))
         is_form = media_type == FORM
-        files = await (
-            _form(request, slot, stack) if is_form else _body(request, slot, stack, media_type, charset, options)
-        )
-        for each in files:
-            await asyncio.to_thread(_check_kind, each, len(files) == 1, options.plain_text)
+        try:
+            files = await (
+                _form(request, slot, stack) if is_form else _body(request, slot, stack, media_type, charset, options)
+            )
+            for each in files:
+                await asyncio.to_thread(_check_kind, each, len(files) == 1, options.plain_text)
+        except OSError as error:
+            log.error("uploads cannot be stored in %s: %s", tempfile.gettempdir(), error.strerror)
+            raise unavailable("the gateway cannot store the files: try again later") from None
         resources = stack.pop_all()
-    reporting = FileEvents(client, header, model, options, slots, resources)
+    reporting = FileEvents(client, header, model, options, slot, resources)
     response = EventResponse(reporting.events(files), reporting.waiting, wait_disconnected)
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,12 +113,12 @@ class FileEvents:
         header: IngestHeader,
         model: str,
         options: FileOptions,
-        slots: ExtractionSlots,
+        slot: UploadSlot,
         resources: ExitStack,
     ) -> None:
-        """`resources` closes the files and frees the slot; that happens early once the service has the text."""
+        """`resources` closes the files and frees `slot`; that happens early once the service has the text."""
         self._client, self._header, self._model, self._options = client, header, model, options
-        self._slots, self._resources = slots, resources
+        self._slot, self._resources = slot, resources
         self._ingesting: UploadEvents | None = None
 
     def waiting(self) -> str:
@@ -119,26 +126,44 @@ class FileEvents:
         return "extracting" if self._ingesting is None else self._ingesting.waiting()
 
     async def events(self, files: list[UploadedFile]) -> AsyncGenerator[bytes, None]:
-        found = Collection()
-        yield event({"phase": "extracting", **NOTHING})
+        """All events. A client that does not read them delays neither the extraction nor the ingest."""
+        buffer = EventBuffer()
+        buffer.put(event({"phase": "extracting", **NOTHING}))
+        work = asyncio.create_task(self._run(files, buffer))
+        work.add_done_callback(lambda _: buffer.close())
         try:
-            steps = extract_files(files, self._slots, as_text=self._options.plain_text, found=found)
+            async for content in buffer.events():
+                yield content
+            await work
+        finally:
+            work.cancel()
+            await asyncio.wait([work])
+            if not work.cancelled():
+                work.exception()  # otherwise asyncio logs it
+
+    async def _run(self, files: list[UploadedFile], buffer: EventBuffer) -> None:
+        found = Collection()
+        try:
+            steps = extract_files(files, self._slot, as_text=self._options.plain_text, found=found)
             async with aclosing(steps):
                 async for section in steps:
                     if section is not None:
                         place = {"file": section.file, "place": section.label}
-                        yield event({"phase": "extracting", **NOTHING, **place})
+                        buffer.put_progress(event({"phase": "extracting", **NOTHING, **place}))
         except LongleafError as error:
-            yield event(problem_of(error, NAMES).body, "error")
+            buffer.put(event(problem_of(error, NAMES).body, "error"))
+            return
+        except HttpProblem as problem:
+            buffer.put(event(problem.body, "error"))
             return
         document, header = await asyncio.to_thread(self._document, found)
-        yield event({"phase": "extracting", **NOTHING, **_summary(found)})
+        buffer.put(event({"phase": "extracting", **NOTHING, **_summary(found)}))
         async with aclosing(UploadSource(document)) as source, aclosing(self._ingest(header, source)) as events:
             del found, document
             async for content in events:
                 if self._ingesting is not None and self._ingesting.is_sent:
                     self._resources.close()
-                yield content
+                buffer.put_progress(content)
 
     def _document(self, found: Collection) -> tuple[list[Part], IngestHeader]:
         """The parts, which are many, and the header with their offsets."""
@@ -239,16 +264,17 @@ async def _form(request: Request, slot: UploadSlot, stack: ExitStack) -> list[Up
 
 
 async def _limited(request: Request, slot: UploadSlot) -> AsyncGenerator[bytes, None]:
-    """The parts of the body. Raises HttpProblem for too many bytes, and if nothing arrives."""
+    """The parts of the body. Raises HttpProblem for too many bytes, if nothing arrives, and on eviction."""
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > slot.slots.limits.file_bytes:
-        raise HttpProblem(413, f"the body has more than {slot.slots.limits.file_bytes:,} bytes")
+    if declared.isdecimal() and int(declared) > slot.limits.file_bytes:
+        raise HttpProblem(413, f"the body has more than {slot.limits.file_bytes:,} bytes")
     stream, clock = request.stream(), asyncio.get_running_loop().time
     end = clock() + BODY_SECONDS
     while True:
         try:
-            async with asyncio.timeout_at(min(end, clock() + IDLE_SECONDS)):
-                part = await anext(stream, None)
+            with slot.waiting_until(min(end, clock() + IDLE_SECONDS)) as timeout:
+                async with timeout:
+                    part = await anext(stream, None)
         except TimeoutError:
             message = f"the body was not received in time: within {BODY_SECONDS:,.0f} s, and each part within "
             message += f"{IDLE_SECONDS:,.0f} s"

@@ -1,5 +1,6 @@
 """Events of an upload: the progress of its ingest, and its end."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -22,6 +23,40 @@ class BodyState(Protocol):
 
     @property
     def is_over(self) -> bool: ...
+
+
+class EventBuffer:
+    """Events between their source and a client that may not read them. Of consecutive events of progress, only the last
+    one is kept."""
+
+    def __init__(self) -> None:
+        self._events = list[bytes]()
+        self._is_last_progress = self._is_closed = False
+        self._changed = asyncio.Event()
+
+    def put(self, content: bytes) -> None:
+        self._events.append(content)
+        self._is_last_progress = False
+        self._changed.set()
+
+    def put_progress(self, content: bytes) -> None:
+        if self._is_last_progress and self._events:
+            self._events.pop()
+        self.put(content)
+        self._is_last_progress = True
+
+    def close(self) -> None:
+        """Ends `events` after those that are kept."""
+        self._is_closed = True
+        self._changed.set()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        while self._events or not self._is_closed:
+            self._changed.clear()
+            if self._events:
+                yield self._events.pop(0)
+            else:
+                await self._changed.wait()
 
 
 class UploadEvents:

@@ -89,7 +89,7 @@ def tar_members(data: bytes, budget: ArchiveBudget) -> Iterator[ArchiveMember]:
                 budget.add_bytes(info.size if info.isfile() else 0)
                 if not info.isdir():
                     yield _tar_member(archive, info, budget.limits)
-    except (*DAMAGED, ValueError) as error:
+    except (*DAMAGED, ValueError, RecursionError) as error:  # the last for extended headers in a row
         raise Unreadable(f"is not a tar archive, or a damaged one: {_reason(error)}") from None
 
 

@@ -209,9 +209,12 @@ class Collector:
         except Unreadable as error:
             raise InvalidArgument(STANDARD_INPUT, str(error)) from None
         if kind != "text":
-            with tempfile.TemporaryFile() as file:
-                _copy(stream, file, self._limits.file_bytes)
-                self._extract(file, STANDARD_INPUT, kind)
+            try:
+                with tempfile.TemporaryFile() as file:
+                    _copy(stream, file, self._limits.file_bytes)
+                    self._extract(file, STANDARD_INPUT, kind)
+            except OSError as error:
+                raise InvalidArgument(STANDARD_INPUT, f"cannot be stored: {error.strerror}") from None
         elif self._encoding or bom_of(head)[0]:
             whole = BytesIO()
             _copy(stream, whole, self._limits.file_bytes)

@@ -6,10 +6,12 @@ compromised parser can open no file, connect nowhere and start no process. Modul
 """
 
 import ctypes
+import os
 import platform
 import resource
 import struct
 import sys
+from contextlib import suppress
 
 from longleaf.documents.limits import ExtractionLimits
 from longleaf.documents.messages import Mechanism
@@ -28,6 +30,7 @@ X32 = 0x40000000
 """Numbers from here on are those of x32, another interface of the same architecture."""
 NUM_FILES = 16
 """Open files; nothing is opened."""
+NICENESS = 5
 
 # read write close fstat lseek mmap mprotect munmap brk rt_sigaction rt_sigprocmask rt_sigreturn pread64 readv writev
 # poll sched_yield mremap madvise nanosleep getpid exit uname getrusage sysinfo times gettid futex sched_getaffinity
@@ -49,6 +52,7 @@ def confine(limits: ExtractionLimits, file_bytes: int) -> tuple[Mechanism, ...]:
     of the file, which the process has in memory."""
     found: list[Mechanism] = ["limits"]
     _be_killed_first()
+    _yield_processor()
     if sys.platform == "linux" and _leave_namespaces():
         found.append("namespaces")
     _limit_resources(limits, file_bytes)
@@ -66,6 +70,12 @@ def _be_killed_first() -> None:
         return
 
 
+def _yield_processor() -> None:
+    """Other processes, such as the ranks of the same machine, run first."""
+    with suppress(OSError):
+        os.nice(NICENESS)
+
+
 def _limit_resources(limits: ExtractionLimits, file_bytes: int) -> None:
     memory = limits.memory_bytes + 2 * file_bytes
     wanted = {
@@ -80,8 +90,10 @@ def _limit_resources(limits: ExtractionLimits, file_bytes: int) -> None:
     for name, value in wanted.items():
         hard = resource.getrlimit(name)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        # a second more, because the kernel sends SIGKILL at the hard limit, as for a lack of memory
+        last = value + 1 if name == resource.RLIMIT_CPU and value != hard else value
         try:
-            resource.setrlimit(name, (value, value))
+            resource.setrlimit(name, (value, last))
         except (OSError, ValueError):  # macOS has no limit of the address space
             continue
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 
 from longleaf.documents.archives import MAX_NAME, ArchiveBudget, ArchiveMember, tar_members, zip_members
-from longleaf.documents.errors import LimitExceeded, Unreadable
+from longleaf.documents.errors import LimitExceeded, NotText, Unreadable
 from longleaf.documents.kinds import HEAD_BYTES, MEDIA_TYPES, TITLES, Kind, check_declared, kind_of
 from longleaf.documents.messages import (
     MAX_LABEL,
@@ -70,7 +70,7 @@ class Extraction:
         try:
             if len(data) > self._limits.file_bytes:
                 raise LimitExceeded(f"has more than {self._limits.file_bytes:,} bytes")
-            kind = kind_of(request.name, data[:HEAD_BYTES], as_text=request.as_text)
+            kind = self._kind_of(data)
             if (declared := MEDIA_TYPES.get(request.declared)) is not None:
                 check_declared(declared, kind)
                 kind = declared if kind in ("text", "zip") else kind
@@ -82,6 +82,15 @@ class Extraction:
             yield ExtractionEnded(str(error)[:MAX_REASON])
         except MemoryError:
             yield ExtractionEnded(f"needs more than {self._limits.memory_bytes:,} bytes of memory")
+
+    def _kind_of(self, data: bytes) -> Kind:
+        """The kind of the whole file. Raises Unreadable."""
+        try:
+            return kind_of(self._request.name, data[:HEAD_BYTES], as_text=self._request.as_text)
+        except NotText:
+            if not self._request.encoding:
+                raise
+            return "text"  # charsets such as UTF-16 have zero bytes
 
     def _file(self, kind: Kind, data: bytes, path: str, depth: int) -> Iterator[Message]:
         """The texts of a file, or of a member with this path. Raises Unreadable and LimitExceeded."""

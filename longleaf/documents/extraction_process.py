@@ -103,7 +103,7 @@ class ExtractionProcess:
             while True:
                 piece = self._read()
                 if piece is None:
-                    yield ExtractionEnded(f"took more than {human_number(self._limits.seconds)} s")
+                    yield ExtractionEnded(self._took_too_long())
                     return
                 buffer += piece
                 while (content := _take(buffer)) is not None:
@@ -114,7 +114,7 @@ class ExtractionProcess:
                 if not piece:
                     yield ExtractionEnded(self._describe_end())
                     return
-        except (msgspec.DecodeError, ValueError):
+        except (msgspec.DecodeError, ValueError, RecursionError):  # the last for unknown fields that are nested deeply
             yield ExtractionEnded("cannot be read: its reader failed")
         finally:
             self.close()
@@ -140,10 +140,18 @@ class ExtractionProcess:
         return os.read(number, READ_BYTES)
 
     def _describe_end(self) -> str:
-        code = self._process.wait()
-        if code in (-signal.SIGXCPU, -signal.SIGKILL):  # the kernel sends either at the limit of processor time
+        try:
+            code = self._process.wait(max(0.0, self._ends - time.monotonic()))
+        except subprocess.TimeoutExpired:  # it has closed its output, and runs
+            return self._took_too_long()
+        if code == -signal.SIGXCPU:
             return f"needs more than {self._limits.cpu_seconds:,} s of processor time"
+        if code == -signal.SIGKILL:  # as the kernel does where memory runs out
+            return "cannot be read: its reader was killed, as happens when this machine has too little memory"
         return "cannot be read: it is damaged, or needs too much memory"
+
+    def _took_too_long(self) -> str:
+        return f"took more than {human_number(self._limits.seconds)} s"
 
 
 def _take(buffer: bytearray) -> bytes | None:
@@ -182,7 +190,7 @@ def extract(
     process = ExtractionProcess(file, request)
     if on_start is not None:
         on_start(process)
-    result = _Result(shown, budget or TextBudget(limits))
+    result = _Result(shown, budget or TextBudget(limits), limits)
     reason = "cannot be read: its reader failed"
     with closing(process.messages()) as messages:
         try:
@@ -203,13 +211,13 @@ def extract(
 class _Result:
     """Collects the messages. The process is not trusted: names are made printable, and amounts are limited."""
 
-    def __init__(self, name: str, budget: TextBudget) -> None:
-        self._name, self._budget = name, budget
+    def __init__(self, name: str, budget: TextBudget, limits: ExtractionLimits = LIMITS) -> None:
+        self._name, self._budget, self._limits = name, budget, limits
         self._sections = list[FileSection]()
         self._left_out = list[LeftOut]()
         self._remarks = list[LeftOut]()
         self._by: tuple[Mechanism, ...] = ()
-        self._num_added = self._num_bytes = 0
+        self._num_added = self._num_bytes = self._num_messages = 0
         self._file, self._file_bytes = name, len(name.encode())
         self.path = ""
         """The member that is being read."""
@@ -218,8 +226,10 @@ class _Result:
         """Returns the section of a text. Raises LimitExceeded for more than the limits allow."""
         match message:
             case Confined(by):
+                self._count_message()
                 self._by = by
             case MemberStarted(path):
+                self._count_message()
                 self.path = printable(path)
                 self._file = self._file_of(self.path)  # all sections of a member share this string
                 self._file_bytes = len(self._file.encode())
@@ -248,6 +258,12 @@ class _Result:
         found = LeftOut(self._file_of(printable(path)), printable(predicate))
         self._count(len(found.file.encode()) + len(found.reason.encode()))
         return found
+
+    def _count_message(self) -> None:
+        """Counts a message without text: an honest process sends fewer of them than the limit of sections."""
+        self._num_messages += 1
+        if self._num_messages > self._limits.num_sections + 1:
+            raise LimitExceeded(f"has more than {self._limits.num_sections:,} sections")
 
     def _count(self, num_bytes: int) -> None:
         self._num_added += 1

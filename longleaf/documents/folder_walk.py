@@ -23,6 +23,10 @@ MAX_WILDCARDS = 4
 """Runs of stars in a pattern: the time for a name grows with its length to this power."""
 MAX_WILDCARDS_OF_NAME = 3
 """Runs of stars between two slashes."""
+MAX_PATTERNS = 2_000
+"""Patterns of all .gitignore files that apply to a folder: each name is compared with all of them."""
+MAX_PATTERN = 1_000
+"""Characters of a pattern."""
 _STARS = re.compile(r"\*+")
 
 
@@ -58,12 +62,9 @@ class FolderWalk:
                 raise InvalidArgument(printable(str(folder)), reason) from None
             yield FoundFile(folder, self._name(inside), reason)
             return
-        own, num_refused = _rules_in(folder, inside)
-        if num_refused:
-            patterns = "1 pattern" if num_refused == 1 else f"{num_refused:,} patterns"
-            reason = f"has {patterns} with too many stars, not applied: the limit is {MAX_WILDCARDS_OF_NAME} between "
-            reason += f"slashes, and {MAX_WILDCARDS} in all"
-            yield FoundFile(folder / IGNORE_FILE, self._name(inside + IGNORE_FILE), reason)
+        own, remarks = _rules_in(folder, inside, MAX_PATTERNS - sum(len(spec.patterns) for _, spec in rules))
+        for remark in remarks:
+            yield FoundFile(folder / IGNORE_FILE, self._name(inside + IGNORE_FILE), remark)
         rules = [*rules, *own]
         for entry in found:
             self._num_entries += 1
@@ -100,24 +101,39 @@ def _has_many_stars(pattern: str) -> bool:
     return sum(names) > MAX_WILDCARDS or max(names) > MAX_WILDCARDS_OF_NAME
 
 
-def _rules_in(folder: Path, inside: str) -> "tuple[list[tuple[str, GitIgnoreSpec]], int]":
-    """The rules of the folder, with the path to which they are relative, and the number of patterns left out."""
+def _patterns(number: int) -> str:
+    return "1 pattern" if number == 1 else f"{number:,} patterns"
+
+
+def _rules_in(folder: Path, inside: str, max_patterns: int) -> "tuple[list[tuple[str, GitIgnoreSpec]], list[str]]":
+    """The rules of the folder, with the path to which they are relative, and remarks about patterns left out."""
     from pathspec import GitIgnoreSpec
 
     file = folder / IGNORE_FILE
     try:
         if not stat.S_ISREG(file.lstat().st_mode):
-            return [], 0
+            return [], []
         with file.open("rb") as content:
             lines = content.read(MAX_IGNORE_BYTES).decode(errors="replace").splitlines()
     except OSError:
-        return [], 0
-    lines = [line for line in lines if not line.startswith("#")]
-    used = [line for line in lines if not _has_many_stars(line)]
+        return [], []
+    lines = [line for line in lines if line.strip() and not line.startswith("#")]
+    short = [line for line in lines if len(line) <= MAX_PATTERN]
+    used = [line for line in short if not _has_many_stars(line)]
+    remarks = list[str]()
+    if num_refused := len(short) - len(used):
+        remark = f"has {_patterns(num_refused)} with too many stars, not applied: the limit is {MAX_WILDCARDS_OF_NAME} "
+        remarks.append(f"{remark}between slashes, and {MAX_WILDCARDS} in all")
+    if num_long := len(lines) - len(short):
+        remarks.append(f"has {_patterns(num_long)} with more than {MAX_PATTERN:,} characters, not applied")
+    if len(used) > max_patterns:
+        remark = f"has {_patterns(len(used) - max_patterns)} too many, not applied: the limit is {MAX_PATTERNS:,}, "
+        remarks.append(f"{remark}which includes those of the folders above")
+        used = used[:max_patterns]
     try:
-        return [(inside, GitIgnoreSpec.from_lines(used))], len(lines) - len(used)
+        return [(inside, GitIgnoreSpec.from_lines(used))], remarks
     except ValueError as error:
-        raise InvalidArgument(printable(str(file)), f"has an invalid pattern: {printable(str(error))}") from None
+        raise InvalidArgument(printable(str(file)), f"has an invalid pattern: {printable(str(error))[:200]}") from None
 
 
 def _refused(entry: "os.DirEntry[str]", relative: str, rules: "list[tuple[str, GitIgnoreSpec]]") -> str:

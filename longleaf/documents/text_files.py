@@ -36,7 +36,7 @@ def check_encoding(name: str, field: str) -> str:
         b" ".decode(name)  # a codec from bytes to bytes, such as hex, is a LookupError
     except UnicodeDecodeError:  # one byte is too little for UTF-16
         pass
-    except (LookupError, ValueError):
+    except (LookupError, ValueError, OSError):  # a confined process imports no further modules
         is_charset, found = False, None
     if found is None or not is_charset:
         raise InvalidArgument(field, f"{printable(name)[:100]!r} is not a known charset, such as utf-8 or iso-8859-1")

@@ -4,12 +4,41 @@ import torch
 
 from longleaf.attention.masks import Read, Reads
 from longleaf.kernels.gpu import varlen, varlen_plan
-from longleaf.kernels.gpu.flash import FlashKernels, what_is_wrong
+from longleaf.kernels.gpu.flash import FlashKernels, right_ones, what_is_wrong
 from tests.gpu.place import TOLERANCES, LeftOut, Place, assert_close, scale_of, wanted
 
 KEY_HEADS, GROUP, NUM_ROWS, NUM_KEYS = 2, 16, 1024, 12_000
 FLASH_TOLERANCES = {dtype: 2 * TOLERANCES[dtype] for dtype in varlen.TYPES}
 """The output of flash kernels is rounded one more time."""
+
+
+def cudnn_is_right(place: Place) -> None:
+    """cuDNN's attention, in both types."""
+    is_right(place, "cuDNN")
+
+
+def flash_attn_4_is_right(place: Place) -> None:
+    """flash-attn 4, where it is installed."""
+    is_right(place, "flash-attn 4")
+
+
+def regular_shapes_agree_with_float64(place: Place) -> None:
+    """Chunks of any size after any number of keys, by each of the kernels that are there."""
+    place.needs_gpu()
+    right, _ = right_ones(num_multiprocessors(place), torch.device(place.device))
+    for name, kernels in right.items():
+        for num_rows, past in ((1024, 6000), (1500, 4111), (700, 2048)):
+            own = Read(0, num_rows, past, past + num_rows, offset=0)
+            reads = [Read(0, num_rows, 0, past), own]
+            q = place.drawn(0, KEY_HEADS * 4, num_rows, 128, dtype=torch.bfloat16).transpose(0, 1)
+            k, v = (place.drawn(i, KEY_HEADS, NUM_KEYS, 128, dtype=torch.bfloat16) for i in (1, 2))
+            right_partial = wanted(q, k, v, reads)
+            k[:, own.slot_end :], v[:, own.slot_end :] = torch.nan, torch.nan
+            found = kernels.attend(q, k, v, Reads(reads), scale_of(q))
+            try:
+                assert_close(found, right_partial, FLASH_TOLERANCES[torch.bfloat16])
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {num_rows} rows after {past}: {error}") from error
 
 
 def torchs_own_is_right(place: Place) -> None:
@@ -48,7 +77,10 @@ def chunks_of_every_dim(place: Place) -> None:
     own = Read(NUM_ROWS - num_own, NUM_ROWS, 8000, 8000 + num_own, offset=0)
     band, short = Read(100, 900, 9000, 10_000, 500, 300), Read(0, NUM_ROWS, 11_000, 11_050)
     reads = [*stretches, own, band, short, Read(5, 6, 11_100, 11_900)]
-    assert len(varlen_plan.plan(reads, KEY_HEADS * GROUP, num_multiprocessors(place)).rounds) == varlen_plan.MAX_ROUNDS
+    rounds = varlen_plan.plan(
+        reads, KEY_HEADS * GROUP, num_multiprocessors(place), needs_regular_shapes=kernels.source.needs_regular_shapes
+    ).rounds
+    assert rounds
     for dtype, tolerance in FLASH_TOLERANCES.items():
         for dim in place.dims:
             q = place.drawn(0, KEY_HEADS * GROUP, NUM_ROWS, dim, dtype=dtype).transpose(0, 1)

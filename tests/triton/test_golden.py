@@ -41,7 +41,7 @@ def triton(launcher):
 
 
 def flash(launcher):
-    return FlashKernels(NUM_MULTIPROCESSORS, PretendedFlash(), launcher)
+    return FlashKernels(NUM_MULTIPROCESSORS, PretendedFlash().source, launcher)
 
 
 async def served(short, state, make=triton, **settings):

@@ -26,6 +26,9 @@ from workers.sampling.device_sampler import DeviceSampler
 INVALID = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 ON_GPU = {"probes", "far_slots", "many_rows_by_flash_kernels", "no_call_waits", "a_graph_serves_any_mix"}
 ON_GPU |= {
+    "cudnn_is_right",
+    "flash_attn_4_is_right",
+    "regular_shapes_agree_with_float64",
     "torchs_own_is_right",
     "torchs_public_one_is_right",
     "flash_attn_is_right",

@@ -10,6 +10,7 @@ import torch
 
 from bench.gpu import variants
 from longleaf.attention.masks import Read, Reads
+from longleaf.kernels import int8
 from longleaf.kernels.gpu.backend import TritonKernels
 from longleaf.kernels.gpu.constants import USUAL
 from longleaf.kernels.gpu.tuning import HOPPER, Tile, Tuning, table_of
@@ -87,7 +88,7 @@ def test_the_benchmark_checks_a_variant(group, number, monkeypatch):
     monkeypatch.setattr(variants, "CHECKED_KEYS", 3200)
     monkeypatch.setattr("longleaf.kernels.gpu.backend.count_multiprocessors", lambda: 2)
     small = group._replace(cases=[group.cases[0]._replace(num_rows=min(group.cases[0].num_rows, 8))])
-    row = variants.checked_attention(small, number, "cpu")
+    row = variants.checked(small, number, "cpu")
     assert row["is_right"], row
 
 
@@ -111,3 +112,27 @@ def test_the_sizes_fit_into_a_multiprocessor():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", COMPILING], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_rows_that_share_keys_in_8_bits_are_in_one_item():
+    """More rows than the usual item, with the sizes of another tile."""
+    tiles = {16: Tile("items", 16, 32), 32: Tile("items", 32, 32)}
+    kernels = TritonKernels(2, tunings={(torch.int8, 32): Tuning(tiles, 32)})
+    q, k, v = tensors(0, 8, (1, 4), (32, 32))
+    num_slots = k.shape[1] // 32 * 32
+    slots, retained = torch.arange(num_slots), int8.empty(1, num_slots // 32, 32, 32, "cpu")
+    kernels.store_int8(retained, slots, k[:, :num_slots], v[:, :num_slots])
+    reads = Reads([Read(0, 8, 5, num_slots - 3)])
+    found = kernels.attend_int8(q.to(torch.float16), retained, reads, SCALE)
+    wanted = expected(q.to(torch.float16), *int8.read(retained, slots, torch.float32), reads, SCALE)
+    assert_same(found, wanted, atol=4e-3)
+    assert {work.tile_rows for work in reads.cache.values()} == {32}
+
+
+def test_latents_of_many_rows_take_larger_tiles():
+    kernels = TritonKernels(2, tunings={(torch.float32, 24): Tuning({32: Tile("items", 64, 32, 8, 2)}, 64)})
+    q, k, _ = tensors(0, 3, (1, 8), (24, 16))
+    reads = Reads([Read(0, 3, 5, k.shape[1] - 3)])
+    found = kernels.attend(q, k, k[..., :16], reads, SCALE)
+    assert_same(found, expected(q, k, k[..., :16], reads, SCALE), atol=TOLERANCES[torch.float32])
+    assert {work.tile_rows for work in reads.cache.values()} == {32}

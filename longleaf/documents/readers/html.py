@@ -57,6 +57,8 @@ class _PageText:
     def __init__(self) -> None:
         self._lines = list[str]()
         self._line = list[str]()
+        self._has_words = False
+        """Whether the line has more than the mark of a heading or a list."""
         self._num_hidden = 0
         self._num_preformatted = 0
         self._num_cells = 0
@@ -86,16 +88,16 @@ class _PageText:
             self._num_preformatted += 1
         elif tag in ("td", "th"):
             if self._num_cells:
-                self._line.append(" | ")
+                self._append(" | ")
             self._num_cells += 1
         elif tag in TIGHT:
             self._break()
             self._num_cells = 0
             if tag == "li":
-                self._line.append("- ")
+                self._append("- ")
         elif tag in BLOCKS and not self._num_cells:
             self._paragraph()
-            self._line.append(HEADINGS.get(tag, ""))
+            self._append(HEADINGS.get(tag, ""))
         elif tag == "img" and (text := element.get("alt")):
             self._add(text[:1000])
 
@@ -119,19 +121,24 @@ class _PageText:
             return
         if not self._num_preformatted:
             text = SPACE.sub(" ", text)
-            is_at_start = not "".join(self._line).strip("# -") and not (self._line and text.strip())
-            self._line.append(text.lstrip() if is_at_start or "".join(self._line[-1:]).endswith(" ") else text)
+            is_at_start = not self._has_words and not (self._line and text.strip())
+            self._append(text.lstrip() if is_at_start or "".join(self._line[-1:]).endswith(" ") else text)
             return
         first, *rest = text.split("\n")
-        self._line.append(first)
+        self._append(first)
         for line in rest:
             self._break()
-            self._line.append(line)
+            self._append(line)
+
+    def _append(self, piece: str) -> None:
+        self._line.append(piece)
+        self._has_words = self._has_words or bool(piece.strip("# -"))
 
     def _break(self) -> None:
         """Ends the line."""
         line = "".join(self._line)
         self._line.clear()
+        self._has_words = False
         if self._num_preformatted:
             self._lines.append(line.rstrip())
         elif line.strip("# -"):

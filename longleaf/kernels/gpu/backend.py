@@ -2,7 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """GPU backend in Triton: one launch computes attention for all reads, and one merges the partials."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,13 +37,19 @@ class TritonKernels:
     name = "triton"
 
     def __init__(
-        self, num_multiprocessors: int, launcher: Launcher = launch, tunings: tuning.Table | None = None
+        self,
+        num_multiprocessors: int,
+        launcher: Launcher = launch,
+        tunings: tuning.Table | None = None,
+        sizes: Mapping[str, constants.Constants] | None = None,
     ) -> None:
-        """`tunings` replaces the table of the current GPU."""
+        """`tunings` replaces the table of the current GPU, and `sizes`, by kernel, some constants of `fold_items` and
+        `store_int8`."""
         self._multiprocessors = num_multiprocessors
         self._launch = launcher
         self._limits = constants.limits_here()
         self._tunings = tuning.table_of(self._limits) if tunings is None else tunings
+        self._sizes = sizes or {}
 
     @staticmethod
     def load() -> "TritonKernels":
@@ -66,7 +72,8 @@ class TritonKernels:
         types, is_latent = (q_THD.dtype, k_KSD.dtype), lies_in(v_KSV, k_KSD)
         dtype, dim, has_cap = torch.promote_types(*types), q_THD.shape[2], softcap is not None
         chosen = constants.attend(*types, dim, value_dim, self._limits, is_latent=is_latent, has_cap=has_cap)
-        tuned = tuning.NONE if is_latent or dim != value_dim else self._tunings.get((dtype, dim), tuning.NONE)
+        is_tuned = is_latent or dim == value_dim
+        tuned = self._tunings.get((dtype, dim), tuning.NONE) if is_tuned else tuning.NONE
         most_rows = tuned.max_rows or constants.max_tile_rows(dtype, dim, self._limits, is_latent=is_latent)
         work, num_programs = self._work(reads, q_THD, num_kv_heads, most_rows, chosen["TILE_KEYS"], tuned)
         tile = tuned.tiles.get(work.tile_rows) if scale > 0 else None
@@ -98,11 +105,17 @@ class TritonKernels:
         q_THD = together(q_THD)
         num_kv_heads, num_slots, dim = layer.keys_KSD.shape
         chosen = constants.attend_int8(q_THD.dtype, dim, layer.block_size, self._limits, has_cap=softcap is not None)
-        tuned, most_rows = self._tunings.get((torch.int8, dim), tuning.NONE), constants.INT8_TILE_ROWS
-        if q_THD.dtype != torch.float32 and (tile := tuned.tiles.get(most_rows)):
+        tuned = self._tunings.get((torch.int8, dim), tuning.NONE) if q_THD.dtype != torch.float32 else tuning.NONE
+        most_rows = tuned.max_rows or constants.INT8_TILE_ROWS
+        if tile := tuned.tiles.get(constants.INT8_TILE_ROWS):
             chosen = tuning.int8_constants_of(tile, chosen)
         work, num_programs = self._work(reads, q_THD, num_kv_heads, most_rows, chosen["TILE_KEYS"], tuned)
-        chosen = constants.with_rows(chosen, work.tile_rows, is_attributed=work.attribution is not None)
+        is_attributed = work.attribution is not None
+        chosen = constants.with_rows(chosen, constants.INT8_TILE_ROWS, is_attributed=is_attributed)
+        if work.tile_rows > constants.INT8_TILE_ROWS:
+            tile = tuned.tiles[work.tile_rows]
+            chosen = tuning.int8_constants_of(tile, chosen)
+            chosen["TILE_ROWS"] = tile.rows
         parts = empty_partial(work.num_part_rows, num_kv_heads, dim, q_THD)
         self._launch(
             attend_items_int8,
@@ -138,7 +151,7 @@ class TritonKernels:
             (num_tokens, num_kv_heads),
             *(slots_T, k_KTD, v_KTD, *layer[:4], num_tokens, layer.keys_KSD.shape[1]),
             *(*k_KTD.stride()[:2], *v_KTD.stride()[:2]),
-            **constants.store_int8(dim, layer.block_size),
+            **{**constants.store_int8(dim, layer.block_size), **self._sizes.get("store_int8", {})},
         )
 
     def pack(self, partial: Partial, dtype: torch.dtype) -> Tensor:
@@ -227,12 +240,13 @@ class TritonKernels:
     def _folded(self, q_THD: Tensor, work: DeviceWork, parts: Partial) -> Partial:
         (num_tokens, num_heads, _), (_, num_kv_heads, value_dim) = q_THD.shape, parts.out_THD.shape
         folded = empty_partial(num_tokens, num_heads, value_dim, q_THD)
+        chosen = {**constants.fold_items(value_dim), **self._sizes.get("fold_items", {})}
         self._launch(
             fold_items,
-            (num_tokens * num_heads,),
+            (num_tokens * num_heads, ceil_div(value_dim, chosen["TILE_VALUES"])),
             *(work.table, parts.out_THD, parts.lse_TH, folded.out_THD, folded.lse_TH),
             *(num_heads // num_kv_heads, num_kv_heads),
-            **constants.fold_items(value_dim),
+            **chosen,
         )
         return folded
 

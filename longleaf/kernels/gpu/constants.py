@@ -33,6 +33,8 @@ WIDE_TILE_BYTES = 64 << 10
 MIN_TILE_KEYS, MAX_TILE_KEYS = 16, 128
 MAX_NARROW_DIM = 128
 """Up to this value dim, the registers of four warps suffice."""
+MAX_FOLDED_VALUES = 128
+"""Values of a row that one program merges: the few rows of a decode step need many programs."""
 MIN_SIDE = 16
 """Sides of a matrix product are powers of two of at least this size."""
 
@@ -121,9 +123,15 @@ def add_shares(num_heads: int, *, has_sinks: bool) -> Constants:
 
 def fold_items(value_dim: int) -> Constants:
     """Constants of the merge of partials of work items."""
-    pad = padded(value_dim)
-    parts = min(32, max(4, 2048 // pad))
-    return {"VALUE_DIM": value_dim, "VALUE_PAD": pad, "TILE_PARTS": parts, "num_warps": 4, "num_stages": 2}
+    values = min(MAX_FOLDED_VALUES, padded(value_dim))
+    return {
+        "VALUE_DIM": value_dim,
+        "TILE_VALUES": values,
+        "TILE_PARTS": min(32, 4096 // values),
+        "TILE_SUMS": 128,
+        "num_warps": 4,
+        "num_stages": 2,
+    }
 
 
 def packed(value_dim: int, dtype: torch.dtype) -> Constants:

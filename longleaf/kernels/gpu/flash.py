@@ -8,7 +8,8 @@ type. Their lse is float32. The backend `triton` never rounds partials.
 """
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,13 +24,20 @@ from longleaf.kernels.gpu import constants, varlen, varlen_plan
 from longleaf.kernels.gpu.backend import TritonKernels, count_multiprocessors, empty_partial
 from longleaf.kernels.gpu.device.rounds import fold_rounds, propagate_nonfinite
 from longleaf.kernels.gpu.launch import Launcher, launch
-from longleaf.kernels.gpu.varlen import Launch, Varlen
+from longleaf.kernels.gpu.varlen import FlashSource, Launch
 from longleaf.runs import ceil_div
 
-PROBE_ROWS, PROBE_KEYS, PROBE_HEADS, PROBE_DIM = 300, 2000, 4, 64
-BROKEN, UNSEEN = 1800, 1750
+PROBE_ROWS, PROBE_KEYS, PROBE_HEADS, PROBE_DIM = 530, 2800, 4, 64
+BROKEN = 2500
+UNSEEN = slice(2420, 2450)
 """Slots with non-finite test data."""
 SCALE = 0.25
+CHUNK_ROWS, CHUNK_PASTS, CHUNK_HEADS, CHUNK_REPEATS = 4096, (16384, 12288), (32, 8, 128), 4
+"""A chunk of a usual model, of which the time decides between flash kernels."""
+PLAN_USES = 320
+"""Calls over which the time of a plan for a number of rows and keys is spread: ten chunks of 32 layers."""
+ALIKE = 1.05
+"""Times within this factor are alike, so that the choice is the same at each start."""
 
 log = logging.getLogger(__name__)
 
@@ -51,17 +59,17 @@ class FlashKernels(TritonKernels):
 
     name = "flash"
 
-    def __init__(self, num_multiprocessors: int, varlen: Varlen, launcher: Launcher = launch) -> None:
+    def __init__(self, num_multiprocessors: int, source: FlashSource, launcher: Launcher = launch) -> None:
         super().__init__(num_multiprocessors, launcher)
         self._num_multiprocessors = num_multiprocessors
-        self._varlen = varlen
+        self.source = source
 
     @staticmethod
     def load() -> "FlashKernels":
-        """The backend of the current GPU, with the first flash kernels that are available and correct. Raises
+        """The backend of the current GPU, with the fastest flash kernels that are available and correct. Raises
         RuntimeError, with the reasons, if there are none."""
         num_multiprocessors = count_multiprocessors()
-        return first_right(num_multiprocessors, torch.device("cuda", torch.cuda.current_device()))
+        return fastest(num_multiprocessors, torch.device("cuda", torch.cuda.current_device()))
 
     def attend(
         self,
@@ -78,10 +86,12 @@ class FlashKernels(TritonKernels):
         if found is None:
             return super().attend(q_THD, k_KSD, v_KSV, reads, scale, softcap)
         k_SKD, v_SKD = k_KSD.transpose(0, 1), v_KSV.transpose(0, 1)
-        parts = [self._varlen(q_THD, k_SKD, v_SKD, one, scale) for one in found.launches]
-        for _, lse_HT in parts:
+        parts = [self.source.kernel(q_THD, k_SKD, v_SKD, one, scale) for one in found.launches]
+        for out_THD, lse_HT in parts:
             if lse_HT.shape != q_THD.shape[1::-1] or not lse_HT.is_contiguous():
                 raise RuntimeError(f"{tuple(lse_HT.shape)} is no lse of queries {tuple(q_THD.shape)}")
+            if out_THD.stride() != parts[0][0].stride():
+                raise RuntimeError(f"outputs have strides {out_THD.stride()} and {parts[0][0].stride()}")
         self._propagate_nonfinite(found.pieces, k_KSD, q_THD, parts)
         rest = super().attend(q_THD, k_KSD, v_KSV, found.rest, scale) if found.rest else None
         return self._joined(found.members, q_THD, parts, rest)
@@ -90,12 +100,15 @@ class FlashKernels(TritonKernels):
         """The part of some reads for flash kernels, computed once for all layers with the same pattern; None if there
         is none."""
         num_rows, num_heads, _ = q_THD.shape
-        if num_rows < varlen_plan.MIN_ROWS or not varlen.can_take(q_THD, k_KSD, v_KSV):
+        if num_rows < varlen_plan.MIN_ROWS or not varlen.can_take(q_THD, k_KSD, v_KSV, self.source.max_dim):
             return None
         reads = reads if isinstance(reads, Reads) else Reads(reads)
-        key = (q_THD.device, self._num_multiprocessors, num_rows, num_heads)
+        needs_regular_shapes = self.source.needs_regular_shapes
+        key = (q_THD.device, self._num_multiprocessors, num_rows, num_heads, needs_regular_shapes)
         if key not in reads.cache:
-            plan = varlen_plan.plan(reads, num_heads, self._num_multiprocessors)
+            plan = varlen_plan.plan(
+                reads, num_heads, self._num_multiprocessors, needs_regular_shapes=needs_regular_shapes
+            )
             reads.cache[key] = on_device(plan, num_rows, q_THD.device) if plan.rounds else None
         return reads.cache[key]
 
@@ -147,15 +160,40 @@ def on_device(plan: varlen_plan.VarlenPlan, num_rows: int, device: torch.device)
     tables = [part[: len(numbers)] for part, numbers in zip(parts, lists, strict=True)]
     of_rounds = zip(plan.rounds, tables[2::3], tables[3::3], tables[4::3], strict=True)
     launches = [
-        Launch(bounds, starts, lengths, one.max_rows, one.max_keys, one.is_causal)
+        Launch(bounds, starts, lengths, one.max_rows, one.max_keys, one.is_causal, one.reads)
         for one, bounds, starts, lengths in of_rounds
     ]
     return DeviceRounds(launches, tables[0].view(-1, 5), tables[1], plan.rest)
 
 
-def first_right(num_multiprocessors: int, device: torch.device, launcher: Launcher = launch) -> FlashKernels:
-    """The backend with the first of `varlen.SOURCES` that is available and correct on a device. Raises RuntimeError,
-    with the reasons, if none is."""
+def fastest(
+    num_multiprocessors: int,
+    device: torch.device,
+    launcher: Launcher = launch,
+    seconds: Callable[[FlashKernels, torch.device], float] | None = None,
+) -> FlashKernels:
+    """The backend with the fastest of `varlen.SOURCES` that is available and correct on a device, or the first of those
+    that are about as fast. `seconds` measures them if there are several. Raises RuntimeError, with the reasons, if none
+    is."""
+    right, reasons = right_ones(num_multiprocessors, device, launcher)
+    if not right:
+        raise RuntimeError("no flash kernels: " + "; ".join(reasons))
+    measure = seconds_of_a_chunk if seconds is None else seconds
+    took = {name: measure(kernels, device) for name, kernels in right.items()} if len(right) > 1 else {}
+    limit = ALIKE * min(took.values(), default=0.0)
+    best = next(name for name in right if took.get(name, 0.0) <= limit)
+    notes = [f"{name} took {human_rounded(took[name] / took[best], 2)} times as long" for name in took if name != best]
+    notes += reasons
+    log.info("flash kernels of prefill: %s%s", best, f" ({'; '.join(notes)})" if notes else "")
+    return right[best]
+
+
+def right_ones(
+    num_multiprocessors: int, device: torch.device, launcher: Launcher = launch
+) -> tuple[dict[str, FlashKernels], list[str]]:
+    """Backends with the sources that are available and correct on a device, by name, and the reasons against the
+    others."""
+    right: dict[str, FlashKernels] = {}
     reasons: list[str] = []
     for name, source in varlen.SOURCES.items():
         try:
@@ -166,9 +204,33 @@ def first_right(num_multiprocessors: int, device: torch.device, launcher: Launch
         except Exception as error:  # a broken installation may raise anything
             reasons.append(f"{name}: {type(error).__name__}: {error}")
             continue
-        log.info("flash kernels of prefill: %s%s", name, f" ({'; '.join(reasons)})" if reasons else "")
-        return kernels
-    raise RuntimeError("no flash kernels: " + "; ".join(reasons))
+        right[name] = kernels
+    return right, reasons
+
+
+def seconds_of_a_chunk(kernels: FlashKernels, device: torch.device) -> float:
+    """Seconds of the attention of a chunk after earlier tokens, the shortest of several calls, and a share of the time
+    that the first call with another number of keys takes longer."""
+    num_rows, (num_heads, num_kv_heads, dim) = CHUNK_ROWS, CHUNK_HEADS
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v = (
+        torch.randn(*shape, dim, dtype=torch.bfloat16, device=device, generator=generator)
+        for shape in ((num_rows, num_heads), *((num_kv_heads, max(CHUNK_PASTS) + num_rows),) * 2)
+    )
+
+    def durations(past: int) -> list[float]:
+        reads = Reads([Read(0, num_rows, 0, past), Read(0, num_rows, past, past + num_rows, offset=0)])
+        took: list[float] = []
+        for _ in range(CHUNK_REPEATS):
+            begin = time.perf_counter()
+            kernels.attend(q, k, v, reads, dim**-0.5)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            took.append(time.perf_counter() - begin)
+        return took
+
+    usual, other = (durations(past) for past in CHUNK_PASTS)  # the first one may compile for all numbers of keys
+    return min(usual) + (other[0] - min(other)) / PLAN_USES
 
 
 def what_is_wrong(kernels: FlashKernels, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -178,8 +240,8 @@ def what_is_wrong(kernels: FlashKernels, device: torch.device, dtype: torch.dtyp
     generator = torch.Generator().manual_seed(0)
     shapes = ((PROBE_ROWS, PROBE_HEADS), (2, PROBE_KEYS), (2, PROBE_KEYS))
     q, k, v = (torch.randn(*shape, PROBE_DIM, generator=generator).to(dtype) for shape in shapes)
-    square = Read(64, 264, 1790, 1990, offset=0)
-    reads = Reads([Read(0, 100, 900, 1700), Read(100, 290, 0, 700), Read(0, 64, 0, 700), square])
+    square = Read(100, 360, 2450, 2710, offset=0)
+    reads = Reads([Read(0, 260, 1100, 2420), Read(260, 520, 0, 1100), Read(0, 260, 0, 1100), square])
     wanted = expected(q, k, v, reads)
     q, k, v = (tensor.to(device, copy=True) for tensor in (q, k, v))
     k[:, UNSEEN], v[:, UNSEEN], k[1, BROKEN, 0] = torch.nan, torch.nan, -torch.inf

@@ -48,7 +48,7 @@ class Tuning(NamedTuple):
 
 
 Key = tuple[torch.dtype, int]
-"""The type of the products, or int8 for keys in 8 bits, and the dim of keys and values."""
+"""The type of the products, or int8 for keys in 8 bits, and the dim of keys."""
 NONE = Tuning()
 _SIXTEEN_BITS = Tuning(
     {

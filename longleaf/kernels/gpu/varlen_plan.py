@@ -9,11 +9,16 @@ past take memory that the pool uses. A block table has pages of 256 slots of whi
 filled, while stretches start and end anywhere. So the reads with the most work form up to MAX_ROUNDS rounds, and all
 others are left to the kernel over work items, which processes all stretches in one launch, applies masks, and splits
 keys if there are too few rows to fill the device. If that kernel would have most of the work, it gets all of it.
+
+For kernels that are built for each number of rows and keys, reads are first cut into regular parts: rows into powers of
+two, keys into numbers of three significant bits, four for each power of two. So few shapes serve chunks of any size
+after any number of keys. Remainders are left to the other kernel.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from longleaf.attention.masks import Read, Reads
@@ -29,6 +34,12 @@ TILE_ROWS = 128
 """Rows of a program of a flash kernel, for one head."""
 FEW_KEYS = 2048
 """Keys that a program may read while the rest of the device is idle."""
+MIN_REGULAR_ROWS, MIN_REGULAR_KEYS = 256, 1024
+"""Minimum rows and keys of a regular part."""
+SIGNIFICANT_BITS = 3
+"""Of a regular number of keys."""
+MAX_PARTS = 3
+"""Maximum regular parts of the keys of a read. Each leaves less than a quarter, so that all leave less than a 64th."""
 PIECE_KEYS = 4096
 """Keys that one program checks for non-finite numbers."""
 
@@ -94,17 +105,24 @@ class _Open:
         return True
 
 
-def plan(reads: Iterable[Read], num_heads: int, num_multiprocessors: int) -> VarlenPlan:
+def plan(
+    reads: Iterable[Read], num_heads: int, num_multiprocessors: int, *, needs_regular_shapes: bool = False
+) -> VarlenPlan:
     """The rounds of some reads for queries with this number of heads on a device."""
     reads = [read for read in reads if read.row_start < read.row_end and read.slot_start < read.slot_end]
+    wanted, rest = [read for read in reads if fits(read)], [read for read in reads if not fits(read)]
+    if needs_regular_shapes:
+        parts = [regular_parts(read) for read in wanted]
+        wanted = [part for regular, _ in parts for part in regular]
+        rest += [part for _, remainder in parts for part in remainder]
     opened: list[_Open] = []
-    for read in sorted(filter(fits, reads), key=lambda read: -work_of(read)):
+    for read in sorted(wanted, key=lambda read: -work_of(read)):
         if not any(one.takes(read) for one in opened) and len(opened) < MAX_ROUNDS:
             opened.append(_Open(read.is_causal, [read]))
     rounds = [VarlenRound(one.is_causal, tuple(one.reads)) for one in opened]
     rounds = [one for one in rounds if fills(one, num_heads, num_multiprocessors)]
     taken = {read for one in rounds for read in one.reads}
-    rest = [read for read in reads if read not in taken]
+    rest += [read for read in wanted if read not in taken]
     if sum(map(work_of, taken)) < sum(map(work_of, rest)):
         return VarlenPlan([], Reads(reads))
     return VarlenPlan(rounds, Reads(rest))
@@ -114,6 +132,48 @@ def fits(read: Read) -> bool:
     """Whether the kernels support a read, and it is large enough."""
     num_rows, num_keys = read.row_end - read.row_start, read.slot_end - read.slot_start
     return num_rows >= MIN_ROWS and (read.is_causal or (read.offset is None and num_keys >= MIN_KEYS))
+
+
+def regular_parts(read: Read) -> tuple[list[Read], list[Read]]:
+    """The parts of a read with regular numbers of rows and keys, and the remainder, both of any number of reads."""
+    regular, remainder = list[Read](), list[Read]()
+    if read.is_causal:
+        num_rows = power_of_two_in(read.row_end - read.row_start)
+        if num_rows < MIN_REGULAR_ROWS:
+            return [], [read]
+        row, slot = read.row_start + num_rows, read.slot_start + num_rows
+        regular.append(read._replace(row_end=row, slot_end=slot))
+        below = read._replace(row_start=row, slot_end=slot, offset=None, window=None)
+        own = read._replace(row_start=row, slot_start=slot)
+        parts = [regular_parts(part) for part in (below, own) if part.row_start < part.row_end]
+        return (
+            [*regular, *(part for found, _ in parts for part in found)],
+            [part for _, found in parts for part in found],
+        )
+    slots = [read.slot_start]
+    while len(slots) <= MAX_PARTS and (num_keys := regular_keys(read.slot_end - slots[-1])):
+        slots.append(slots[-1] + num_keys)
+    row = read.row_start
+    while (num_rows := power_of_two_in(read.row_end - row)) >= MIN_REGULAR_ROWS:
+        for low, high in pairwise(slots):
+            regular.append(Read(row, row + num_rows, low, high))
+        row += num_rows
+    if row < read.row_end:
+        remainder.append(read._replace(row_start=row))
+    if read.row_start < row and slots[-1] < read.slot_end:
+        remainder.append(read._replace(row_end=row, slot_start=slots[-1]))
+    return regular, remainder
+
+
+def power_of_two_in(number: int) -> int:
+    """The largest power of two that is at most this number; 0 for 0."""
+    return 1 << number.bit_length() - 1 if number else 0
+
+
+def regular_keys(number: int) -> int:
+    """The largest regular number of keys that is at most this number; 0 if it is below the minimum."""
+    shift = max(0, number.bit_length() - SIGNIFICANT_BITS)
+    return number >> shift << shift if number >= MIN_REGULAR_KEYS else 0
 
 
 def work_of(read: Read) -> int:

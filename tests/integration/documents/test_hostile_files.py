@@ -199,6 +199,19 @@ def tar_with_a_huge_extended_header() -> bytes:
     return info.tobuf() + b"\0" * 4096
 
 
+@hostile("headers.tar", "is not a tar archive, or a damaged one: maximum recursion depth")
+def tar_of_extended_headers() -> bytes:
+    header = tarfile.TarInfo("x")
+    header.type = tarfile.XHDTYPE
+    return header.tobuf() * 20_000
+
+
+@hostile("charset.html", "")
+def html_in_a_codec_that_is_no_charset() -> bytes:
+    """The confined process cannot import it."""
+    return b"<html><meta charset='undefined'><p>text"
+
+
 @hostile("cut.tar.bz2", "is not a tar archive, or a damaged one")
 def tar_cut_in_the_middle() -> bytes:
     return samples.tarred({"a.txt": bytes(range(256)) * 100}, "w:bz2")[:60]
@@ -361,6 +374,17 @@ def pptx_with_an_external_entity() -> bytes:
 @hostile("deep.html", "")
 def html_nested_deeply() -> bytes:
     return b"<p>text</p>" + b"<div>" * 200_000
+
+
+@hostile("line.html", "")
+def html_of_one_long_line() -> bytes:
+    """The time of the reader grows with its length."""
+    return b"<p>" + b"<b>- </b>" * 50_000 + b"<b>word</b> " * 50_000
+
+
+@hostile("row.html", "")
+def html_of_one_long_row() -> bytes:
+    return b"<p>text</p><table><tr>" + b"<td> </td>" * 100_000
 
 
 @hostile("attributes.html", "")

@@ -3,13 +3,14 @@
 import asyncio
 import gc
 import tempfile
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any, BinaryIO, cast
 
 import pytest
 
 from gateway.contexts import extraction
-from gateway.contexts.extraction import ExtractionSlots, UploadedFile, extract_files
+from gateway.contexts.extraction import UploadedFile, extract_files
+from gateway.contexts.upload_slots import UploadSlots
 from longleaf.documents.collection import Collection
 from longleaf.documents.limits import ExtractionLimits
 from longleaf.errors import InvalidArgument
@@ -23,10 +24,11 @@ def uploaded(name: str, data: bytes) -> UploadedFile:
     return UploadedFile(name, file)
 
 
-async def extracted(files: list[UploadedFile], slots: ExtractionSlots) -> Collection:
+async def extracted(files: list[UploadedFile], slots: UploadSlots, caller: str = "a") -> Collection:
     found = Collection()
-    async for _ in extract_files(files, slots, as_text=False, found=found):
-        pass
+    with slots.slot(caller, f"address of {caller}") as slot:
+        async for _ in extract_files(files, slot, as_text=False, found=found):
+            pass
     return found
 
 
@@ -38,50 +40,90 @@ async def extracted(files: list[UploadedFile], slots: ExtractionSlots) -> Collec
     ],
 )
 async def test_limits_apply_to_all_files_together(limits: ExtractionLimits, message: str) -> None:
-    await extracted([uploaded(f"{i}.txt", b"a" * 15) for i in range(2)], ExtractionSlots(limits))
+    await extracted([uploaded(f"{i}.txt", b"a" * 15) for i in range(2)], UploadSlots(limits))
     with pytest.raises(InvalidArgument, match=message):
-        await extracted([uploaded(f"{i}.txt", b"a" * 15) for i in range(3)], ExtractionSlots(limits))
+        await extracted([uploaded(f"{i}.txt", b"a" * 15) for i in range(3)], UploadSlots(limits))
 
 
 async def test_file_that_is_too_large_alone_is_left_out() -> None:
     files = [uploaded("a.txt", b"a" * 200), uploaded("b.txt", b"b" * 90)]
-    found = await extracted(files, ExtractionSlots(ExtractionLimits(text_bytes=100)))
+    found = await extracted(files, UploadSlots(ExtractionLimits(text_bytes=100)))
     assert [each.name for each in found.files] == ["b.txt"]
     assert [each.reason for each in found.left_out] == ["has more than 100 bytes of text"]
 
 
 async def test_files_are_closed_when_they_are_extracted() -> None:
     files = [uploaded("a.txt", b"text"), uploaded("b.png", b"\x89PNG\r\n\x1a\n\0")]
-    await extracted(files, ExtractionSlots())
+    await extracted(files, UploadSlots())
     assert all(each.file.closed for each in files)
 
 
 async def test_client_that_does_not_read_delays_no_other_upload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extraction, "REPORT_SECONDS", 0.0)
-    slots = ExtractionSlots()
-    stalled = [
-        extract_files([uploaded(f"{i}.txt", b"text")], slots, as_text=False, found=Collection()) for i in range(4)
-    ]
-    for each in stalled:
-        await anext(each)  # and no further one
-    async with asyncio.timeout(60):
-        found = await extracted([uploaded("b.txt", b"text")], slots)
-    assert len(found.files) == 1
-    for each in stalled:
-        await each.aclose()
+    slots = UploadSlots()
+    with ExitStack() as stack:
+        stalled = [
+            extract_files(
+                [uploaded(f"{i}.txt", b"text")],
+                stack.enter_context(slots.slot("a", "a")),
+                as_text=False,
+                found=Collection(),
+            )
+            for i in range(4)
+        ]
+        for each in stalled:
+            await anext(each)  # and no further one
+        async with asyncio.timeout(60):
+            found = await extracted([uploaded("b.txt", b"text")], slots, "b")
+        assert len(found.files) == 1
+        for each in stalled:
+            await each.aclose()
+    slots.audit()
 
 
 async def test_closing_ends_the_process_without_a_log_record(monkeypatch: pytest.MonkeyPatch) -> None:
     reported = list[dict[str, Any]]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     monkeypatch.setattr(extraction, "REPORT_SECONDS", 0.0)
-    slots = ExtractionSlots()
+    slots = UploadSlots()
     slow = samples.zipped({f"{i}.bin": bytes(1 << 20) for i in range(200)})
     for _ in range(3):
         files = [uploaded(f"{i}.zip", slow) for i in range(2)]
-        async with aclosing(extract_files(files, slots, as_text=False, found=Collection())) as steps:
-            await anext(steps)
+        with slots.slot("a", "a") as slot:
+            async with aclosing(extract_files(files, slot, as_text=False, found=Collection())) as steps:
+                await anext(steps)
     gc.collect()
     await asyncio.sleep(0)
     assert not reported
-    assert not slots.processes.locked()
+    slots.audit()
+
+
+async def test_slow_files_of_one_caller_leave_a_process_to_others() -> None:
+    slots = UploadSlots()
+    slow = samples.zipped({f"{i}.bin": bytes(1 << 20) for i in range(100)})
+    with ExitStack() as stack:
+        stalled = [
+            extract_files(
+                [uploaded(f"{i}.zip", slow) for i in range(20)],
+                stack.enter_context(slots.slot("a", "a")),
+                as_text=False,
+                found=Collection(),
+            )
+            for _ in range(4)
+        ]
+        running = [asyncio.create_task(anext(each)) for each in stalled]
+        await asyncio.wait(running)
+        async with asyncio.timeout(60):
+            for _ in range(3):
+                assert len((await extracted([uploaded("b.txt", b"text")], slots, "b")).files) == 1
+        for each in stalled:
+            await each.aclose()
+    slots.audit()
+
+
+async def test_extraction_of_an_upload_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extraction, "UPLOAD_SECONDS", 0.0)
+    slots = UploadSlots()
+    with pytest.raises(InvalidArgument, match="body: the extraction took more than 0 s: upload fewer files at a time"):
+        await extracted([uploaded(f"{i}.txt", b"text") for i in range(2)], slots)
+    slots.audit()

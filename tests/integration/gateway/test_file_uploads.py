@@ -2,8 +2,10 @@
 
 import asyncio
 import json
-from contextlib import ExitStack
-from typing import Any
+import tempfile
+from contextlib import AsyncExitStack, ExitStack, aclosing
+from typing import Any, BinaryIO, cast
+from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -11,10 +13,15 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from gateway.callers import caller_of
-from gateway.contexts import file_upload
-from gateway.contexts.extraction import ExtractionSlots
+from gateway.contexts import extraction, file_upload
+from gateway.contexts.extraction import UploadedFile
+from gateway.contexts.file_upload import FileEvents, FileOptions
+from gateway.contexts.upload_slots import UploadSlots
 from gateway.errors import HttpProblem
-from longleaf.documents.limits import ExtractionLimits
+from gateway.server import client_for
+from longleaf.documents.extraction_process import ExtractedFile, FileSection
+from longleaf.service_settings import GatewayConfig
+from longleaf.types import IngestHeader
 from tests.support import document_samples as samples
 from tests.support.service import Served, byte_tokenizer
 
@@ -71,6 +78,7 @@ async def test_files_of_a_form_become_one_context(service: Served, url: str) -> 
     [
         ("Grüße".encode("latin-1"), "text/plain; charset=iso-8859-1"),
         ("Grüße".encode("utf-16"), "text/plain; charset=utf-16"),
+        ("Grüße".encode("utf-16-le"), "text/plain; charset=utf-16le"),
         ("\ufeffGrüße".encode(), "text/plain"),
         ("\ufeffGrüße".encode(), "text/plain; charset=utf-8"),
     ],
@@ -150,38 +158,6 @@ async def test_upload_id_repeats_an_upload(service: Served, url: str) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Upload-Offset")
 
 
-async def test_slots_limit_uploads_and_bytes() -> None:
-    slots = ExtractionSlots(ExtractionLimits(file_bytes=10))
-    entered = [slots.slot(caller, f"address of {caller}") for caller in "aaaabbbb"]
-    for each in entered:
-        each.__enter__().grow(5)
-    with pytest.raises(HttpProblem, match="extracting as many"), slots.slot("c", "address of c"):
-        pass
-    for each in entered[4:]:
-        each.__exit__(None, None, None)
-    with pytest.raises(HttpProblem, match="extracting as many"), slots.slot("a", "another address"):
-        pass
-    with slots.slot("c", "address of c") as slot:
-        slot.grow(10)
-        with pytest.raises(HttpProblem, match="the body has more than 10 bytes"):
-            slot.grow(1)
-    for each in entered[:4]:
-        each.__exit__(None, None, None)
-    slots.audit()
-
-
-async def test_one_address_never_has_all_slots() -> None:
-    """Even with a credential for each upload, which a service without credentials accepts."""
-    slots = ExtractionSlots()
-    with ExitStack() as stack:
-        for caller in "abcdef":
-            stack.enter_context(slots.slot(caller, "192.0.2.1"))
-        with pytest.raises(HttpProblem, match="extracting as many"):
-            stack.enter_context(slots.slot("g", "192.0.2.1"))
-        stack.enter_context(slots.slot("g", "192.0.2.2"))
-    slots.audit()
-
-
 def request_of(**headers: str) -> Request:
     async def receive() -> Message:
         await asyncio.Event().wait()
@@ -201,7 +177,7 @@ def test_caller_is_the_credential_in_any_spelling() -> None:
 
 async def test_whole_body_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_upload, "BODY_SECONDS", 0.0)
-    with ExtractionSlots().slot("a", "a") as slot, pytest.raises(HttpProblem, match="within 0 s, and each part within"):
+    with UploadSlots().slot("a", "a") as slot, pytest.raises(HttpProblem, match="within 0 s, and each part within"):
         async for _ in file_upload._limited(request_of(), slot):
             pass
 
@@ -234,3 +210,76 @@ async def test_disconnect_ends_the_extraction(service: Served, url: str) -> None
                 if answer.status_code != 503:
                     break
     assert events_of(answer)[-1]["phase"] == "ready"
+
+
+async def idle_body(url: str, credential: str, stack: AsyncExitStack) -> None:
+    """Begins an upload of a PDF, whose body does not arrive. Returns when the gateway waits for it."""
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    stack.callback(writer.close)
+    head = f"POST /v1/contexts/{credential} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {credential}\r\n"
+    head += "content-type: application/pdf\r\ncontent-length: 1000\r\nexpect: 100-continue\r\n\r\n"
+    writer.write(head.encode())
+    assert b"100 Continue" in await reader.readline()
+
+
+async def test_idle_bodies_delay_no_other_caller(service: Served, url: str) -> None:
+    async with AsyncExitStack() as stack, httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        for i in range(32):
+            await idle_body(url, f"credential-{i // 4}", stack)
+        answer = await client.post("/v1/contexts/a", content=samples.pdf(["One"]), headers=PDF)
+        assert answer.status_code == 200, answer.text
+        assert events_of(answer)[-1]["phase"] == "ready"
+        refused = await client.post(
+            "/v1/contexts/b", content=b"x", headers={**PDF, "authorization": "Bearer credential-0"}
+        )
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+
+
+async def test_client_that_does_not_read_its_events_frees_its_slot(service: Served) -> None:
+    """The extraction and the ingest end, and the last event is kept."""
+    released = asyncio.Event()
+    file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115, the extraction closes it
+    file.write(samples.pdf(["One", "Two"]))
+    file.flush()
+    with UploadSlots().slot("a", "a") as slot:
+        resources = ExitStack()
+        resources.callback(released.set)
+        async with client_for(GatewayConfig(server=service.address)) as client:
+            reporting = FileEvents(client, IngestHeader(context="a"), "m", FileOptions(), slot, resources)
+            async with aclosing(reporting.events([UploadedFile("a.pdf", file)])) as events:
+                await anext(events)
+                async with asyncio.timeout(60):
+                    await released.wait()
+                left = [json.loads(content.removeprefix(b"data: ")) async for content in events]
+    assert [each["phase"] for each in left][-1] == "ready"
+
+
+@pytest.mark.parametrize("content", [b"%PDF-1.7", b"x" * 2_000_000])
+async def test_full_disk_is_503(service: Served, url: str, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    def full(*_: object, **__: object) -> BinaryIO:
+        return cast(BinaryIO, open("/dev/full", "r+b", buffering=0))
+
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(tempfile, "TemporaryFile", full)
+            sent = (
+                {"files": {"file": ("a.txt", content)}} if len(content) > 100 else {"content": content, "headers": PDF}
+            )
+            answer = await client.post("/v1/contexts/a", **sent)  # type: ignore[arg-type]
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable"), answer.text
+        answer = await client.post("/v1/contexts/a", content=samples.pdf(["One"]), headers=PDF)
+        assert events_of(answer)[-1]["phase"] == "ready"
+
+
+async def test_extraction_without_a_filter_is_logged(
+    service: Served, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unfiltered(*_: object, **__: object) -> ExtractedFile:
+        return ExtractedFile((FileSection("a.pdf", "", "text"),), confined_by=("limits", "namespaces"))
+
+    monkeypatch.setattr(extraction, "extract", unfiltered)
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        answer = await client.post("/v1/contexts/a", content=samples.pdf(["One"]), headers=PDF)
+    assert events_of(answer)[-1]["phase"] == "ready"
+    assert extraction.UNFILTERED in caplog.messages

@@ -2,7 +2,7 @@
 
 import torch
 
-from longleaf.kernels.gpu.varlen import TYPES, Launch
+from longleaf.kernels.gpu.varlen import TYPES, FlashSource, Launch
 
 
 class PretendedFlash:
@@ -11,6 +11,15 @@ class PretendedFlash:
 
     def __init__(self):
         self.launches: list[Launch] = []
+
+    @property
+    def source(self):
+        return FlashSource(self)
+
+    @property
+    def regular_source(self):
+        """The same as kernels for which shapes must be regular."""
+        return FlashSource(self, 128, needs_regular_shapes=True)
 
     def __call__(self, q_THD, k_SKD, v_SKD, launch, scale):
         check(q_THD, k_SKD, v_SKD, launch)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.gpu import __main__ as command
-from bench.gpu import ground, timing
+from bench.gpu import ground, table, timing
 from bench.gpu.cases import CHUNK, KINDS, TARGET_FROM, Attend, Choose, Move, Prefill, Share, Step, cases, label
 from bench.gpu.subjects import Subjects, reads_of
 from bench.gpu.table import page
@@ -107,7 +107,19 @@ def test_cases_are_unique_and_targets_come_first():
     }
     assert [case.target for case in found[:5]] == [None, None, 0.85, 0.85, 0.85]
     assert all(not case.target or case.num_keys >= TARGET_FROM for case in found if isinstance(case, Attend))
-    assert {case.past for case in found if isinstance(case, Prefill)} == {0, 32768, 131072}
+    assert {case.past for case in found if isinstance(case, Prefill)} == {0, 32768, 100_000, 131072}
+
+
+def test_products_bind_the_target_of_many_rows_that_share_keys():
+    assert Attend("bfloat16", 131072, 64).target_tflops == 400
+    assert Attend("bfloat16", 131072, 64, is_shared=False).target_tflops is None
+    assert Attend("bfloat16", 131072, 8).target_tflops is None
+    assert [Prefill(past).target_tflops for past in (0, 32768)] == [None, 500]
+    row = {"case": "attend", **Attend("bfloat16", 131072, 64)._asdict(), "target": 0.85, "share": 0.5}
+    assert table.target(row | {"graph_us": 340.0}) == "400 TFLOP/s, met"
+    assert table.target(row | {"graph_us": 350.0}) == "400 TFLOP/s, missed"
+    row = {"case": "attend", **Attend("int8", 131072)._asdict(), "target": None, "share": 0.78}
+    assert table.target(row) == "88%, missed"
 
 
 def test_whole_steps_tokens_and_shared_devices_are_measured():
@@ -137,6 +149,8 @@ def test_bytes_and_operations_are_the_required_minimum():
     assert Attend("float32", 1000, 8).num_bytes == 2 * Attend("float16", 1000).num_bytes
     assert Attend("int8", 1280).num_bytes == 8 * (1280 * (2 * 128 + 4) + 10 * 128)
     assert Attend("latent", 1000).num_bytes == 1000 * 576 * 2
+    assert Attend("bfloat16", 1000, 64).num_flops == 4 * 32 * 128 * 64 * 1000
+    assert Attend("latent", 1000, 2, is_shared=False).num_flops == 2 * 16 * (576 + 512) * 1000
     assert Prefill(0, 3).num_flops == 4 * 32 * 128 * 6  # 1 + 2 + 3 keys are seen
     assert Prefill(100, 1).num_flops == 4 * 32 * 128 * 101
     assert Move("fold", 10, 8).num_bytes == 10 * 32 * 129 * 4 * 9
@@ -177,7 +191,7 @@ def test_page_is_rendered_from_recorded_rows(monkeypatch, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "On NVIDIA H200 (132 multiprocessors), torch 2.11.0, triton 3.6.0, 2026-11-22." in text
     assert "| attend, 1 row over 512 keys, bfloat16 | dense | 10.0 | 20.0 | 210 | 5% | 85%, missed |" in text
-    assert "| prefill of 40 tokens after 64 | dense | 4,000,000 |" in text
+    assert "| prefill of 40 tokens after 64 | dense | 4,000,000 | " in text
     assert page(rows).count("\n| ") == len(rows) + 4 + NUM_PUBLISHED
 
 
@@ -231,7 +245,7 @@ def simulate_gpu(monkeypatch):
 
 def test_failed_and_skipped_cases_are_one_line_each(monkeypatch, capsys):
     simulate_gpu(monkeypatch)
-    monkeypatch.setattr(command, "load", lambda: [DenseBackend()])
+    monkeypatch.setattr(command, "load", lambda: {"triton": DenseBackend()})
     monkeypatch.setattr(ground, "stand", lambda: None)
     monkeypatch.setattr(ground, "installed", {"transformers": "4.57.1", "numpy": "2.4.6", "psutil": "7.2"}.get)
     monkeypatch.setattr(command, "chosen", lambda text: [Step(99), SMALL[0], Move("pack", 3), Move("store", 5)])
@@ -250,7 +264,7 @@ def test_failed_and_skipped_cases_are_one_line_each(monkeypatch, capsys):
     assert f"- Left out: step, 1 row over 99 keys: {needs}\n" in output.out
     assert "- Failed: pack of 3 rows: RuntimeError: no kernel image\n" in output.out
     assert "- Left out: store of 5 rows: does not fit: so many bytes\n" in output.out
-    assert "| attend, 1 row over 512 keys, bfloat16 | dense | 9.0 | 10.0 |" in output.out
+    assert "| attend, 1 row over 512 keys, bfloat16 | triton | 9.0 | 10.0 |" in output.out
     assert "  attend, 1 row over 512 keys, bfloat16: 9.0 us\n" in output.err and "Traceback" in output.err
     monkeypatch.setattr(command, "chosen", lambda text: [Step(99), Move("store", 5)])
     assert command.main([]) == 0
@@ -270,7 +284,7 @@ def test_rows_are_written_immediately_and_read_from_an_incomplete_file(tmp_path,
 def test_no_case_is_started_after_the_time_limit(monkeypatch, capsys):
     simulate_gpu(monkeypatch)
     monkeypatch.setattr(command, "row_of", lambda *_: {"graph_us": 1.0})
-    monkeypatch.setattr(command, "load", lambda: [DenseBackend(), DenseBackend()])
+    monkeypatch.setattr(command, "load", lambda: {"triton": DenseBackend(), "flash, torch": DenseBackend()})
     clock = iter([0.0, 1.0, 6.0]).__next__
     assert len(list(command.measured(SMALL, 5.0, clock))) == 1
     assert "5 s are over: 12 measurements are left out" in capsys.readouterr().err

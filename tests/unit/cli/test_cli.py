@@ -398,6 +398,7 @@ def test_serve_executes_the_coordinator_with_the_same_options(tmp_path: Path, mo
     found = config_from_argument(ServiceConfig, command[4])
     engine = EngineConfig(
         model=str(tmp_path),
+        weights="whole",  # the choice for weights of unknown size
         world_size=3,
         threads_per_rank=2,
         merge="paper",
@@ -422,7 +423,7 @@ def test_service_receives_every_setting(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").touch()
     config = ServiceConfig(
-        engine=EngineConfig(model=str(folder), world_size=2, kv_bytes=1 << 20, dtype="float32", chunk_size=64),
+        engine=EngineConfig(model=str(folder), world_size=2, kv_bytes=1 << 20, weights="sharded", chunk_size=64),
         host="::1",
         port=5,
         launcher="ray",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from longleaf.documents.folder_walk import FolderWalk
+from longleaf.documents.folder_walk import MAX_PATTERNS, FolderWalk
 from longleaf.errors import InvalidArgument
 
 
@@ -78,3 +78,19 @@ def test_pipes_are_left_out_and_deep_folders_are_cut(tmp_path: Path) -> None:
     found = walk(tmp_path)
     assert found.pop(f"{tmp_path.name}/pipe") == "is not a regular file"
     assert list(found.values()) == ["is more than 64 levels deep"]
+
+
+def test_number_and_length_of_patterns_are_limited(tmp_path: Path) -> None:
+    """Each name is compared with all patterns of the folders above it."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".gitignore").write_text("# a comment\n\n*.log\n" + "".join(f"x{i}\n" for i in range(MAX_PATTERNS - 2)))
+    (tmp_path / "sub" / ".gitignore").write_text(f"{'a' * 1001}\nfirst\nsecond\n")
+    for name in ("a.log", "first", "second"):
+        (tmp_path / "sub" / name).write_text("x")
+    found = {name.removeprefix(f"{tmp_path.name}/sub/"): reason for name, reason in walk(tmp_path).items()}
+    assert (found["a.log"], found["first"], found["second"]) == (*["is excluded by .gitignore"] * 2, "")
+    reasons = [file.refused for file in FolderWalk(tmp_path).files() if file.name.endswith("sub/.gitignore")]
+    assert reasons[:2] == [
+        "has 1 pattern with more than 1,000 characters, not applied",
+        "has 1 pattern too many, not applied: the limit is 2,000, which includes those of the folders above",
+    ]

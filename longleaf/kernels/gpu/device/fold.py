@@ -19,40 +19,50 @@ def fold_items(
     group,
     num_kv_heads,
     VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
+    TILE_VALUES: tl.constexpr,
     TILE_PARTS: tl.constexpr,
+    TILE_SUMS: tl.constexpr,
 ):
     """Merge of the partials of work items of each row: `part_out` [P, K, V] and `part_lse` [P, K] to `out` [T, H, V]
-    and `lse` [T, H]. One program per token and head; a row without partials is the identity."""
+    and `lse` [T, H]. One program per token and head and TILE_VALUES values; a row without partials is the identity.
+
+    The weights of all partials are known before the first of them is read, so reads do not wait for each other.
+    """
     place = tl.program_id(0).to(tl.int64)
     num_heads = group * num_kv_heads
     token, head = place // num_heads, place % num_heads
     row, kv_head = token * group + head % group, head // group
     shifts = table + tl.load(table + 3)
     bounds = table + tl.load(table + 2) + token * 2
-    end = tl.load(bounds + 1)
-    value_V = tl.arange(0, VALUE_PAD)
-    is_value_V = value_V < VALUE_DIM
+    begin, end = tl.load(bounds), tl.load(bounds + 1)
     peak = float("-inf")
     mass = 0.0
-    acc_V = tl.zeros([VALUE_PAD], tl.float32)
-    for start in range(tl.load(bounds), end, TILE_PARTS):
-        part_N = start + tl.arange(0, TILE_PARTS)
+    for start in range(begin, end, TILE_SUMS):
+        part_N = start + tl.arange(0, TILE_SUMS)
         is_part_N = part_N < end
         place_N = (tl.load(shifts + part_N, mask=is_part_N, other=0) + row) * num_kv_heads + kv_head
         lse_N = tl.load(part_lse + place_N, mask=is_part_N, other=float("-inf"))
-        is_out_NV = is_part_N[:, None] & is_value_V[None, :]
-        out_NV = tl.load(part_out + place_N[:, None] * VALUE_DIM + value_V[None, :], mask=is_out_NV, other=0.0)
         top = tl.maximum(peak, tl.max(lse_N, 0))
         shift = tl.where(top == float("-inf"), 0.0, top)
-        fade, weight_N = tl.exp(peak - shift), tl.exp(lse_N - shift)
-        mass = mass * fade + tl.sum(weight_N, 0)
-        acc_V = acc_V * fade + tl.sum(weight_N[:, None] * out_NV, 0)
+        mass = mass * tl.exp(peak - shift) + tl.sum(tl.exp(lse_N - shift), 0)
         peak = top
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    value_V = tl.program_id(1) * TILE_VALUES + tl.arange(0, TILE_VALUES)
+    is_value_V = value_V < VALUE_DIM
+    acc_V = tl.zeros([TILE_VALUES], tl.float32)
+    for start in range(begin, end, TILE_PARTS):
+        part_N = start + tl.arange(0, TILE_PARTS)
+        is_part_N = part_N < end
+        place_N = (tl.load(shifts + part_N, mask=is_part_N, other=0) + row) * num_kv_heads + kv_head
+        weight_N = tl.exp(tl.load(part_lse + place_N, mask=is_part_N, other=float("-inf")) - shift)
+        is_out_NV = is_part_N[:, None] & is_value_V[None, :]
+        out_NV = tl.load(part_out + place_N[:, None] * VALUE_DIM + value_V[None, :], mask=is_out_NV, other=0.0)
+        acc_V += tl.sum(weight_N[:, None] * out_NV, 0)
     is_empty = mass == 0
     total = tl.where(is_empty, 1.0, mass)
     tl.store(out + place * VALUE_DIM + value_V, acc_V / total, mask=is_value_V)
-    tl.store(lse + place, tl.where(is_empty, float("-inf"), peak + tl.log(total)))
+    if tl.program_id(1) == 0:
+        tl.store(lse + place, tl.where(is_empty, float("-inf"), peak + tl.log(total)))
 
 
 @triton.jit
