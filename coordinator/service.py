@@ -246,6 +246,7 @@ class Service:
         model = ModelInfo(
             name=self._config.shown_name,
             architecture=checkpoint.architecture,
+            quantization=checkpoint.quantization,
             dtype=ready.dtype,
             vocabulary_size=checkpoint.vocabulary_size,
             has_chat_template=checkpoint.chat_template is not None,

@@ -17,8 +17,7 @@ def summarize(cluster: Cluster, max_positions: int, threads_per_rank: int) -> tu
 
 
 def _model(model: ModelInfo) -> str:
-    dtypes = model.dtype if model.kv_dtype in ("", model.dtype) else f"{model.dtype}, keys in {model.kv_dtype}"
-    return f"{model.name} ({model.architecture}, {dtypes})"
+    return f"{model.name} ({model.architecture}, {model.dtypes})"
 
 
 def _ranks(cluster: Cluster, threads_per_rank: int) -> str:

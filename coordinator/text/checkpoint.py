@@ -17,6 +17,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: Path
     architecture: str
+    quantization: str = ""
+    """Method by which the weights are quantized; empty if they are not."""
     vocabulary_size: int
     max_positions: int
     end_tokens: frozenset[int]
@@ -41,6 +43,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             folder=folder,
             architecture=str(next(iter(config.get("architectures") or ()), "")),
+            quantization=str(_as_dict(text_config.get("quantization_config")).get("quant_method") or ""),
             vocabulary_size=int(text_config.get("vocab_size") or 0),
             max_positions=int(text_config.get("max_position_embeddings") or text_config.get("n_positions") or 0),
             end_tokens=_end_tokens(generation.get("eos_token_id", text_config.get("eos_token_id"))),

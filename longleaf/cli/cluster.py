@@ -16,7 +16,7 @@ from rich.text import Text
 
 from longleaf.cli.console import output_console
 from longleaf.cli.flags import takes_server
-from longleaf.cli.options import AsJson, ServerOptions, connect, dtype_names, exactness_line, print_json
+from longleaf.cli.options import AsJson, ServerOptions, connect, exactness_line, print_json
 from longleaf.formatting import human_angle, human_bytes, human_seconds
 from longleaf.positions import UNLIMITED_TOKENS
 from longleaf.topology import Topology
@@ -97,9 +97,8 @@ def lines_of(found: Cluster, now: float) -> list[str]:
 def headlines(found: Cluster) -> list[str]:
     """The model, the process group and the load."""
     model = found.model
-    dtypes = dtype_names(model)
     return [
-        f"{model.name} ({model.architecture}, {dtypes}), up to {model.max_context_tokens:,} tokens of context"
+        f"{model.name} ({model.architecture}, {model.dtypes}), up to {model.max_context_tokens:,} tokens of context"
         + (" and more, with --allow-long" if model.is_long_allowed else ""),
         *position_lines(model),
         f"world size {found.world_size} by {found.launcher}, epoch {found.epoch}",

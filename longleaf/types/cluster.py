@@ -30,6 +30,15 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     float64_phase_error: float = 0.0
     """Error of float64 phases at 2^24 positions, in radians."""
     kv_dtype: str = ""
+    quantization: str = ""
+    """Method by which the weights of the checkpoint are quantized, such as fp8: they are dequantized to `dtype`, and
+    exact means equal to the dequantized model. Empty if they are not quantized."""
+
+    @property
+    def dtypes(self) -> str:
+        """The types of the weights and keys, for users."""
+        weights = f"{self.quantization} weights computed in {self.dtype}" if self.quantization else self.dtype
+        return weights if self.kv_dtype in ("", self.dtype) else f"{weights}, keys in {self.kv_dtype}"
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):

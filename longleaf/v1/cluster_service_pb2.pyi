@@ -41,7 +41,7 @@ class WatchClusterResponse(_message.Message):
     def __init__(self, cluster: _Optional[_Union[Cluster, _Mapping]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "architecture", "dtype", "max_context_token_count", "vocabulary_size", "has_chat_template", "rope_type", "long_allowed", "float32_phase_error", "float64_phase_error", "kv_dtype")
+    __slots__ = ("name", "architecture", "dtype", "max_context_token_count", "vocabulary_size", "has_chat_template", "rope_type", "long_allowed", "float32_phase_error", "float64_phase_error", "kv_dtype", "quantization")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class ModelInfo(_message.Message):
     FLOAT32_PHASE_ERROR_FIELD_NUMBER: _ClassVar[int]
     FLOAT64_PHASE_ERROR_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     dtype: str
@@ -64,7 +65,8 @@ class ModelInfo(_message.Message):
     float32_phase_error: float
     float64_phase_error: float
     kv_dtype: str
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_token_count: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., rope_type: _Optional[str] = ..., long_allowed: _Optional[bool] = ..., float32_phase_error: _Optional[float] = ..., float64_phase_error: _Optional[float] = ..., kv_dtype: _Optional[str] = ...) -> None: ...
+    quantization: str
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_token_count: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., rope_type: _Optional[str] = ..., long_allowed: _Optional[bool] = ..., float32_phase_error: _Optional[float] = ..., float64_phase_error: _Optional[float] = ..., kv_dtype: _Optional[str] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class Worker(_message.Message):
     __slots__ = ("rank", "node", "pid", "device", "token_count", "max_token_count", "kv_bytes", "max_kv_bytes", "kernels", "address")

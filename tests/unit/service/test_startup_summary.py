@@ -1,6 +1,7 @@
 """The summary of a started service."""
 
 import pytest
+from msgspec.structs import replace
 
 from coordinator.kv_cache.positions import UNLIMITED
 from coordinator.startup_summary import summarize
@@ -62,3 +63,9 @@ def test_lines_for_people_are_aligned_with_the_address() -> None:
     rows = (("model", "m"), ("ranks", "2"))
     assert summarized(TelemetryConfig(), rows) == ("model        m", "ranks        2")
     assert '"message": "ranks: 2"' in summarized(TelemetryConfig(log_format="json"), rows)[1]
+
+
+def test_quantized_weights_are_named() -> None:
+    model = ModelInfo(name="m", architecture="L", dtype="bfloat16", kv_dtype="bfloat16", quantization="fp8")
+    assert model.dtypes == "fp8 weights computed in bfloat16"
+    assert replace(model, kv_dtype="int8").dtypes == "fp8 weights computed in bfloat16, keys in int8"
