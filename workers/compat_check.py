@@ -90,7 +90,7 @@ def measure_shares(config: EngineConfig) -> tuple[tuple[int, ...], str]:
         weight_plan = plan_weights(known, count)
     except ModelRefused as error:
         return (), str(error)
-    return tuple(share_bytes(known, weight_plan, Share(index, count)) for index in range(count)), ""
+    return tuple(share_bytes(known, weight_plan, Share.even(index, count)) for index in range(count)), ""
 
 
 def verify(model: Model, config: EngineConfig) -> str:

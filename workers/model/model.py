@@ -100,6 +100,8 @@ class Model:
     rotary: Rotary
     exchange: RowExchange | None = None
     """Exchanges of layers whose weights are divided over the ranks; None if this rank holds all weights."""
+    spare_bytes: int = 0
+    """Bytes of memory set aside for weights of lost ranks."""
 
     @property
     def decoder(self) -> nn.Module:
