@@ -279,8 +279,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Option(
             LOSSES,
-            "With --weights sharded: number of lost ranks for whose weights the others have room. They read the weights "
-            "of a lost rank and continue at once; without room, answers wait for the replacement. The room is taken "
+            "With --weights sharded: number of lost ranks for whose weights the others have room. They read those "
+            "weights and continue at once; without room, answers wait for the replacement. The room is taken "
             "from that for keys.",
             limit=Limit(0, 4095),
         ),

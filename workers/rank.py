@@ -181,6 +181,7 @@ class Rank:
             form=form_of(self.pool, of_windows=False),
             form_of_windows=form_of(self.pool, of_windows=True),
             weight_bytes=sum(parameter.nbytes for parameter in model.module.parameters()),
+            weight_parts=0 if self._weights is None else len(self._weights.share.parts),
             exactness_note=self._exactness_note,
         )
 
@@ -196,7 +197,7 @@ class Rank:
         seconds = time.monotonic() - began
         log.info("weights: this rank holds %d parts; read %s in %.1f s", len(parts), human_bytes(num_bytes), seconds)
         weight_bytes = sum(parameter.nbytes for parameter in self.model.module.parameters())
-        self._ready = msgspec.structs.replace(self._ready, weight_bytes=weight_bytes)
+        self._ready = msgspec.structs.replace(self._ready, weight_bytes=weight_bytes, weight_parts=len(parts))
         return num_bytes
 
     def open_store(self) -> int:

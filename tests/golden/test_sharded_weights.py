@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,21 +11,24 @@ import torch
 from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.cluster.rank_manager import RankManager
 from coordinator.cluster.replacement_supervisor import ReplacementSupervisor
+from coordinator.engine.engine import Engine
 from coordinator.engine_messages import Prompt, Tokens
 from longleaf.attention import Partial
 from longleaf.errors import ModelRefused
 from longleaf.rank_protocol.verdict import judge
 from longleaf.sampling import SamplingParams
-from longleaf.shares import even_share
+from longleaf.shares import NUM_PARTS, even_share
 from longleaf.topology import Topology
+from longleaf.types import Recovering
 from tests.support.golden.asking import MAX_TOKENS, answer, compare, ingest
 from tests.support.golden.plain import LOGIT_TOLERANCE, NEW_TOKENS, load_plain
 from tests.support.golden.states import CONTEXT_LEN, STATES, Logits, running
 from tests.support.loopback import LoopbackComm
 from tests.support.on_threads import on_groups
+from tests.support.running import running as run
 from tests.support.running import running_on
 from tests.support.thinned import thinned
-from tests.support.threads import config_for, make_spec
+from tests.support.threads import ThreadRanks, config_for, make_spec
 from workers.__main__ import main
 from workers.model.sharded_model import load_share
 from workers.model.weight_shares import Share
@@ -49,6 +53,43 @@ async def test_tokens_equal_generate(goldens, family, world_size, merge, chunk_s
     assert answers == [golden.tokens] * len(answers)
     difference = (logits.first(NEW_TOKENS) - golden.logits_TV).abs().max()
     assert difference <= LOGIT_TOLERANCE * golden.logits_TV.std()
+
+
+class ReadingRank(Rank):
+    """After its start it holds parts in many places, as after several losses."""
+
+    def load(self, parts: Sequence[int] = ()) -> None:
+        super().load(parts)
+        self.hold([part for part in range(NUM_PARTS) if part // 7 % 2 == self._spec.member])
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("family", "state"), list(zip(FAMILIES, itertools.cycle(STATES))))
+async def test_tokens_equal_generate_after_losses(goldens, family, state):
+    golden, logits = goldens(family), Logits()
+    config = config_for(golden.folder, world_size=2, weights="sharded", chunk_size=300)
+    engine = Engine(ThreadRanks(config, logits.watch, make_rank=ReadingRank), config, max_positions=8192)
+    async with run(engine) as found:
+        answers = await STATES[state](found.engine, golden.prompt)
+    assert answers == [golden.tokens] * len(answers)
+    difference = (logits.first(NEW_TOKENS) - golden.logits_TV).abs().max()
+    assert difference <= LOGIT_TOLERANCE * golden.logits_TV.std()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+async def test_one_rank_may_hold_all_parts(goldens, family):
+    golden = goldens(family)
+    rank = Rank(make_spec(0, config_for(golden.folder, world_size=2, weights="sharded", verify_model=False)))
+    rank.load(even_share(1, 2))
+    rank.hold(range(NUM_PARTS))
+    rank.connect(None)
+    whole = load_plain(golden.folder)
+    ids = torch.tensor([golden.prompt[:9]])
+    with pytest.raises(RuntimeError, match="within an epoch"):
+        rank.hold(even_share(1, 2))
+    rows = rank.model.module.get_input_embeddings()(ids)
+    torch.testing.assert_close(rows, whole.get_input_embeddings()(ids))
+    rank.close()
 
 
 @pytest.mark.sampled(3)
@@ -212,15 +253,19 @@ async def test_an_answer_goes_on_after_a_loss(goldens, lost, spare_ranks):
         supervisor = None if spare_ranks else ReplacementSupervisor(control.registry, fleet, config, found.readies)
         await ingest(found.engine, "book", golden.prompt[:CONTEXT_LEN])
         sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_end_token=True)
-        tokens = list[int]()
+        tokens, missing = list[int](), list[float]()
         prompt = Prompt(context="book", token_ids=golden.prompt[CONTEXT_LEN:], sampling=sampling)
         async for event in found.engine.submit(prompt):
             if isinstance(event, Tokens):
                 if not tokens:
                     os.kill(control.hellos[lost].pid, signal.SIGKILL)
                 tokens += event.token_ids
+            if isinstance(event, Recovering):
+                missing.append(event.missing_weights)
         assert tuple(tokens) == golden.tokens
+        assert missing[0] == pytest.approx(1 / 3)
         assert control.num_lost == 1
+        assert {ready.weight_parts for ready in found.readies} == {80}
         read = [member.num_bytes_read for member in control.registry]
         if supervisor is None:
             whole = sum(parameter.nbytes for parameter in load_plain(golden.folder).parameters())

@@ -60,6 +60,7 @@ class ThreadRanks:
         self._ended: Future[EpochEnd] = Future()
         """Set by the first rank that fails."""
         self.losses: tuple[Loss, ...] = ()
+        self.missing_weights = 0.0
 
     async def start(self, epoch: int) -> Formation:
         self._join = Join(epoch, 0, "", 0, ("here",))
