@@ -398,11 +398,11 @@ def _is_unusable(files: Certificates | Credentials) -> bool:
 
 def describe_weights(most_bytes: int, num_spare: int) -> str:
     """A start-up note about sharded weights: the bytes of each rank, and the effect of a loss."""
-    held = f"weights: at most {human_bytes(most_bytes)} on each rank"
+    note = f"weights: at most {human_bytes(most_bytes)} on each rank"
     if not num_spare:
-        return f"{held}; if a rank is lost, answers wait until a replacement has read its weights (see --spare-ranks)"
+        return f"{note}; if a rank is lost, answers wait until a replacement has read its weights (see --spare-ranks)"
     room = "a lost rank" if num_spare == 1 else f"{num_spare:,} lost ranks"
-    return f"{held}, and room for those of {room}: the other ranks read them and continue at once"
+    return f"{note}, and room for those of {room}: the other ranks read them and continue at once"
 
 
 def idle_processors(world_size: int, num_threads: int, devices: Sequence[str], num_here: int) -> tuple[str, ...]:

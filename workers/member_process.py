@@ -14,7 +14,7 @@ import msgspec
 from longleaf.errors import ExchangeAborted, RankLost, StartError
 from longleaf.rank_protocol.encoding import FromRank, ToRank
 from longleaf.rank_protocol.group_messages import GroupFailure, Join, KvLayout, OpenStore, StoreOpened
-from longleaf.rank_protocol.member_messages import Held, Hold, Load, Loaded, MemberProgress, Stop
+from longleaf.rank_protocol.member_messages import Hold, Load, Loaded, MemberProgress, Stop, WeightsReady
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Outcome, Save
 from longleaf.rank_protocol.step import StepPlan
@@ -198,7 +198,7 @@ class MemberProcess:
                 self._rank.submit_order(order, self._answer_order)
             case Hold(parts):
                 self._leave_epoch()  # an error from now on ends the process
-                self._transport.send(Held(self._member, self._rank.hold(parts)))
+                self._transport.send(WeightsReady(self._member, self._rank.hold(parts)))
             case StepPlan(epoch=epoch) | KvLayout(epoch=epoch) | OpenStore(epoch=epoch) | Join(epoch=epoch) if (
                 self._is_over(epoch)
             ):

@@ -49,7 +49,7 @@ from workers.kv_cache.workspace_estimate import room_for_graphs
 from workers.kv_io.kv_io import ENDED, NOT_RESIDENT, KvIo, OpenStore
 from workers.kv_io.kv_piece import form_of
 from workers.model import model as models
-from workers.model.held_weights import HeldWeights
+from workers.model.local_weights import LocalWeights
 from workers.model.sharded_layers import RowExchange, processor_of
 from workers.model.sharded_model import load_share
 from workers.model.weight_shares import Share
@@ -98,7 +98,7 @@ class Rank:
         """The reason why the model was not compared with plain attention; empty if it was."""
         self._exchange: RowExchange | None = None
         """The exchanges of sharded weights."""
-        self._weights: HeldWeights | None = None
+        self._weights: LocalWeights | None = None
         """The weights of this rank, if they are sharded."""
         self._must_verify = True
         """Whether no epoch has compared a model with sharded weights."""

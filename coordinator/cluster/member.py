@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from coordinator.cluster.weight_deal import NO_PARTS, Parts
-from longleaf.rank_protocol.member_messages import Heartbeat, Held, Hello, Loaded, MemberProgress
+from longleaf.rank_protocol.member_messages import Heartbeat, Hello, Loaded, MemberProgress, WeightsReady
 
 IS_SILENT = 2
 """Missed heartbeats after which a member counts as silent."""
@@ -45,14 +45,14 @@ class Member:
     def is_silent(self) -> bool:
         return self.num_missed_heartbeats is None or self.num_missed_heartbeats > IS_SILENT
 
-    def on_message(self, message: Hello | Loaded | Held | Heartbeat) -> None:
+    def on_message(self, message: Hello | Loaded | WeightsReady | Heartbeat) -> None:
         """Update the state from a message. Raises ValueError for a message that is repeated or arrives too early."""
         match message:
             case Hello() if self.hello is None:
                 self.hello = message
             case Loaded() if self.is_loading:
                 self.is_loaded = True
-            case Held() if self.is_reading:
+            case WeightsReady() if self.is_reading:
                 self.is_reading = False
                 self.num_bytes_read += message.num_bytes
             case Heartbeat():

@@ -37,7 +37,7 @@ from longleaf.formatting import human_seconds
 from longleaf.rank_protocol.encoding import FromRank
 from longleaf.rank_protocol.group_messages import GroupFailure, MergeTiming, Ready, StoreOpened
 from longleaf.rank_protocol.log_messages import Logged
-from longleaf.rank_protocol.member_messages import Died, Heartbeat, Held, Hello, Loaded
+from longleaf.rank_protocol.member_messages import Died, Heartbeat, Hello, Loaded, WeightsReady
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Save, Saved
 from longleaf.rank_protocol.step import StepResult
 from longleaf.shares import NUM_PARTS
@@ -260,8 +260,8 @@ class RankManager:
         """The fraction of the weights that no loaded member holds."""
         if self._dealer is None:
             return 0.0
-        held = NO_PARTS.union(*(member.parts for member in self.registry.loaded() if not member.is_reading))
-        return 1 - len(held) / NUM_PARTS
+        present = NO_PARTS.union(*(member.parts for member in self.registry.loaded() if not member.is_reading))
+        return 1 - len(present) / NUM_PARTS
 
     @property
     def _is_changing(self) -> bool:
@@ -328,7 +328,7 @@ class RankManager:
             case Logged():
                 self._records.log_records(member, message)
                 return
-            case Hello() | Loaded() | Held() | Heartbeat():
+            case Hello() | Loaded() | WeightsReady() | Heartbeat():
                 member.on_message(message)
             case Saved() | Fetched():
                 self._orders.on_outcome(message)

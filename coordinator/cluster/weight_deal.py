@@ -61,7 +61,7 @@ class WeightDealer:
             home = self.home(one.slot)
 
             def order(part: int, home: Parts = home) -> tuple[bool, bool, bool, int]:
-                """Members give up first what new members have read, then the home shares of these."""
+                """The first parts stay. Parts that new members have read go first, then parts of their home shares."""
                 return part not in home, part in present, part in awaited, part
 
             retained = sorted(one.parts & free, key=order)

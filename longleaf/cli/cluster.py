@@ -160,9 +160,9 @@ def window_lines(found: Cluster) -> list[str]:
 def weight_lines(found: Cluster) -> list[str]:
     """The parts of sharded weights on each rank, and the fraction for which answers wait."""
     workers = [worker for worker in found.workers if worker.weight_parts]
-    held = ", ".join(f"rank {one.rank} {human_bytes(one.weight_bytes)} ({one.weight_parts})" for one in workers)
+    shares = ", ".join(f"rank {one.rank} {human_bytes(one.weight_bytes)} ({one.weight_parts})" for one in workers)
     waiting = f"waiting: {found.missing_weights:.0%} of the weights are on no rank" if found.missing_weights else ""
-    return [*([f"weights in {NUM_PARTS} parts: {held}"] if held else []), *([f"  {waiting}"] if waiting else [])]
+    return [*([f"weights in {NUM_PARTS} parts: {shares}"] if shares else []), *([f"  {waiting}"] if waiting else [])]
 
 
 def drafting_lines(drafting: Drafting | None) -> list[str]:

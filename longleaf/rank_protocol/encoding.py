@@ -12,7 +12,7 @@ from longleaf.rank_protocol.group_messages import (
     StoreOpened,
 )
 from longleaf.rank_protocol.log_messages import Logged
-from longleaf.rank_protocol.member_messages import Died, Heartbeat, Held, Hello, Hold, Load, Loaded, Stop
+from longleaf.rank_protocol.member_messages import Died, Heartbeat, Hello, Hold, Load, Loaded, Stop, WeightsReady
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Save, Saved
 from longleaf.rank_protocol.step import StepPlan, StepResult
 
@@ -21,7 +21,7 @@ ToRank = StepPlan | Load | Hold | OpenStore | Join | KvLayout | AbortExchanges |
 FromRank = (
     Hello
     | Loaded
-    | Held
+    | WeightsReady
     | StoreOpened
     | Ready
     | StepResult

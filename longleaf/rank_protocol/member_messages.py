@@ -47,7 +47,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     member: int
 
 
-class Held(msgspec.Struct, frozen=True, tag="held"):
+class WeightsReady(msgspec.Struct, frozen=True, tag="weights_ready"):
     """Member to coordinator: it uses the parts of the last Hold message."""
 
     member: int

@@ -1,4 +1,4 @@
-"""Members are lost, leave and join in any order, also while others read or a group forms: a group has each part of the
+"""Members are lost, leave and join in any order, even while others read or a group forms: a group has each part of the
 weights once, no member exceeds its room, and survivors of a loss read little.
 """
 

@@ -23,13 +23,13 @@ from longleaf.rank_protocol.group_messages import (
 from longleaf.rank_protocol.member_messages import (
     Died,
     Heartbeat,
-    Held,
     Hello,
     Hold,
     Load,
     Loaded,
     MemberProgress,
     Stop,
+    WeightsReady,
 )
 from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
 from longleaf.rank_protocol.snapshots import Outcome
@@ -101,7 +101,7 @@ class ScriptedMember:
                 return Died(self.number, "no memory") if self.fails_to_load else Loaded(self.number)
             case Hold():
                 self.holds.append(message)
-                return Held(self.number, 0)
+                return WeightsReady(self.number, 0)
             case OpenStore(epoch):
                 return StoreOpened(self.number, epoch, 1)
             case Join(epoch):

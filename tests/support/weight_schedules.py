@@ -9,14 +9,14 @@ from coordinator.cluster.member import Member
 from coordinator.cluster.member_registry import MemberRegistry
 from coordinator.cluster.weight_deal import WeightDealer
 from longleaf.rank_protocol.encoding import ToRank
-from longleaf.rank_protocol.member_messages import Held, Hold, Load, Loaded
+from longleaf.rank_protocol.member_messages import Hold, Load, Loaded, WeightsReady
 from longleaf.shares import NUM_PARTS, most_parts
 
 MAX_RANKS = 9
 NUM_EVENTS = 24
 
 
-class HeldParts:
+class SimulatedRank:
     """The parts that a simulated rank has in memory, and those that it uses."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class WeightSchedule:
         self._channel = Channel()
         registry = MemberRegistry(cast(Any, self._channel), no_process, lambda _: "", 1000.0, dealer)
         self._registry = registry
-        self._ranks = dict[int, HeldParts]()
+        self._ranks = dict[int, SimulatedRank]()
         self._epoch = 0
         self._is_calm = False
         """Nothing is lost any more."""
@@ -107,7 +107,7 @@ class WeightSchedule:
 
     def _invite(self, slot: int) -> Member:
         number, _ = self._registry.invite(slot)
-        self._ranks[number] = HeldParts()
+        self._ranks[number] = SimulatedRank()
         return self._member(number)
 
     # --- events ---
@@ -138,7 +138,7 @@ class WeightSchedule:
             rank, message = self._ranks[number], order[1]
             assert isinstance(message, Load | Hold)
             rank.hold(message.parts)
-            answer = Loaded(number) if isinstance(message, Load) else Held(number, 0)
+            answer = Loaded(number) if isinstance(message, Load) else WeightsReady(number, 0)
             self._member(number).on_message(answer)
             self._registry.notify_waiters()
 
@@ -149,7 +149,7 @@ class WeightSchedule:
     # --- epochs ---
 
     async def _form(self) -> None:
-        """Forms a group, during which further members may be lost, and fails once in a while."""
+        """Forms a group, during which further members may be lost, and a tenth of the attempts fails."""
         while len(members := self._registry.loaded()) >= self._min_ranks:
             numbers = [member.number for member in members]
             self._num_attempts += 1
@@ -173,8 +173,8 @@ class WeightSchedule:
     def _begin(self, numbers: list[int]) -> None:
         """Checks the invariants of a group that has formed."""
         ranks = [self._ranks[number] for number in numbers]
-        held = sorted(part for rank in ranks for part in rank.used)
-        assert held == list(range(NUM_PARTS))
+        used = sorted(part for rank in ranks for part in rank.used)
+        assert used == list(range(NUM_PARTS))
         room = max(most_parts(self.num_ranks, self.num_spare), most_parts(self.num_ranks, 0))
         assert all(len(rank.used) <= room for rank in ranks)
         before = self._registry.ranks

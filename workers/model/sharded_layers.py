@@ -55,8 +55,8 @@ class RowExchange:
         self._share = share
 
     def enter(self, comm: Comm | None, device: str, processor: str) -> None:
-        """Uses the ranks of an epoch; None: this rank alone. A collective call. Raises GroupFailed unless the ranks
-        hold each part once, and have the same kind of processor.
+        """Uses the ranks of an epoch; without `comm`, this rank only. A collective call. Raises GroupFailed unless the
+        ranks hold each part once, and have the same kind of processor.
         """
         own = torch.zeros(1, NUM_PARTS + 1, dtype=torch.long)
         own[0, list(self._share.parts)] = 1
@@ -301,8 +301,8 @@ class ShardedExperts(nn.Module):
     def follow_share(self) -> None:
         """Adapts to the share that this rank holds now."""
         for name, bias in self._biases.items():
-            kept = bias if self._exchange.share.has_first else torch.zeros_like(bias)
-            self.local.get_parameter(name).data = kept
+            added = bias if self._exchange.share.has_first else torch.zeros_like(bias)
+            self.local.get_parameter(name).data = added
 
     def forward(self, hidden: Tensor, *routing: Tensor) -> Tensor:
         out_TF = self._routed(hidden, *routing) if routing else self._grouped(hidden)

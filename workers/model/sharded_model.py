@@ -20,7 +20,7 @@ from longleaf.errors import ModelRefused
 from longleaf.formatting import human_bytes
 from workers.model import latent
 from workers.model import model as models
-from workers.model.held_weights import HeldWeights, LocalParameter, describe_share
+from workers.model.local_weights import LocalParameter, LocalWeights, describe_share
 from workers.model.meta_model import Outline, build_on_meta, outline
 from workers.model.model import Model
 from workers.model.rotary import replace_rotary
@@ -50,7 +50,7 @@ class ShardedModel:
     model: Model
     plan: WeightPlan
     num_bytes_read: int
-    weights: HeldWeights
+    weights: LocalWeights
 
 
 def load_share(folder: str, dtype: DtypeName, device: str, share: Share) -> ShardedModel:
@@ -73,7 +73,7 @@ def load_share(folder: str, dtype: DtypeName, device: str, share: Share) -> Shar
     model, places = _assemble(found, device, share)
     assert model.exchange is not None
     read = partial(_read_parts, folder, config, dtype, device, found)
-    return ShardedModel(model, found.plan, loaded.num_bytes, HeldWeights(places, model.exchange, read))
+    return ShardedModel(model, found.plan, loaded.num_bytes, LocalWeights(places, model.exchange, read))
 
 
 def _dtype_of(folder: str, config: PreTrainedConfig, wanted: DtypeName) -> DtypeName:

@@ -183,10 +183,10 @@ async def test_a_member_lost_while_it_reads_weights_is_replaced_by_another_deal(
     assert world.control.missing_weights
     world.control.on_process_exit(2, "was killed by signal 9")
     assert (await forming).members == (0, 3)
-    held = [set(world.members[number].holds[-1].parts) for number in (0, 3)]
-    assert len(held[0]) == len(held[1]) == 120
-    assert held[0] | held[1] == set(range(240))
-    assert all(set(world.members[number].holds[0].parts) <= held[i] for i, number in enumerate((0, 3)))
+    shares = [set(world.members[number].holds[-1].parts) for number in (0, 3)]
+    assert len(shares[0]) == len(shares[1]) == 120
+    assert shares[0] | shares[1] == set(range(240))
+    assert all(set(world.members[number].holds[0].parts) <= shares[i] for i, number in enumerate((0, 3)))
 
 
 async def test_a_member_that_does_not_read_its_parts_in_time_is_killed(make_world: MakeWorld) -> None:

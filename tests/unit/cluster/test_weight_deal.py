@@ -22,32 +22,32 @@ def check_complete(dealt: dict[int, Parts]) -> None:
 
 @given(st.integers(2, NUM_PARTS), st.data())
 def test_a_loss_and_its_replacement(num_ranks: int, data: st.DataObject) -> None:
-    dealer, held = first(num_ranks, 1)
-    check_complete(held)
-    assert all(held[slot] == set(even_share(slot, num_ranks)) for slot in range(num_ranks))
+    dealer, shares = first(num_ranks, 1)
+    check_complete(shares)
+    assert all(shares[slot] == set(even_share(slot, num_ranks)) for slot in range(num_ranks))
     lost = data.draw(st.integers(0, num_ranks - 1))
-    left = dealer.deal([Holding(slot, slot, held[slot]) for slot in range(num_ranks) if slot != lost])
+    left = dealer.deal([Holding(slot, slot, shares[slot]) for slot in range(num_ranks) if slot != lost])
     check_complete(left)
-    assert all(held[slot] <= parts for slot, parts in left.items())
-    most_read = max(len(parts - held[slot]) for slot, parts in left.items())
+    assert all(shares[slot] <= parts for slot, parts in left.items())
+    most_read = max(len(parts - shares[slot]) for slot, parts in left.items())
     assert most_read <= NUM_PARTS / (num_ranks * (num_ranks - 1)) + 1
     assert max(map(len, left.values())) <= most_parts(num_ranks, 1)
     survivors = [Holding(slot, slot, parts) for slot, parts in left.items()]
     planned = dealer.deal([*survivors, Holding(num_ranks, lost, is_new=True)])
     assert planned[num_ranks] == dealer.home(lost)
     joined = dealer.deal([*survivors, Holding(num_ranks, lost, planned[num_ranks], is_new=True)])
-    assert joined == {slot: held[slot] for slot in left} | {num_ranks: held[lost]}
+    assert joined == {slot: shares[slot] for slot in left} | {num_ranks: shares[lost]}
 
 
 @given(st.integers(2, 32), st.data())
 def test_members_without_room_hold_only_their_home_shares(num_ranks: int, data: st.DataObject) -> None:
-    dealer, held = first(num_ranks)
+    dealer, shares = first(num_ranks)
     lost = data.draw(st.sets(st.integers(0, num_ranks - 1), min_size=1, max_size=num_ranks - 1))
-    members = [Holding(slot, slot, held[slot], is_new=slot in lost) for slot in range(num_ranks)]
+    members = [Holding(slot, slot, shares[slot], is_new=slot in lost) for slot in range(num_ranks)]
     assert dealer.deal([one for one in members if not one.is_new]) == {
-        slot: held[slot] for slot in range(num_ranks) if slot not in lost
+        slot: shares[slot] for slot in range(num_ranks) if slot not in lost
     }
-    assert dealer.deal(members) == held
+    assert dealer.deal(members) == shares
     assert dealer.min_ranks == num_ranks
 
 
@@ -55,9 +55,9 @@ def test_members_without_room_hold_only_their_home_shares(num_ranks: int, data: 
 def test_too_few_members_hold_as_much_as_they_have_room_for(num_ranks: int, data: st.DataObject) -> None:
     num_spare = data.draw(st.integers(0, num_ranks - 1))
     num_left = data.draw(st.integers(1, num_ranks))
-    dealer, held = first(num_ranks, num_spare)
-    dealt = dealer.deal([Holding(slot, slot, held[slot]) for slot in range(num_left)])
-    assert all(held[slot] <= parts for slot, parts in dealt.items())
+    dealer, shares = first(num_ranks, num_spare)
+    dealt = dealer.deal([Holding(slot, slot, shares[slot]) for slot in range(num_left)])
+    assert all(shares[slot] <= parts for slot, parts in dealt.items())
     room = most_parts(num_ranks, num_spare)
     assert all(len(parts) <= room for parts in dealt.values())
     total = sum(map(len, dealt.values()))
@@ -66,8 +66,8 @@ def test_too_few_members_hold_as_much_as_they_have_room_for(num_ranks: int, data
 
 
 def test_nothing_is_read_when_members_join_in_another_order_than_planned() -> None:
-    dealer, held = first(4, 2)
-    left = dealer.deal([Holding(slot, slot, held[slot]) for slot in (0, 3)])
+    dealer, shares = first(4, 2)
+    left = dealer.deal([Holding(slot, slot, shares[slot]) for slot in (0, 3)])
     survivors = [Holding(slot, slot, parts) for slot, parts in left.items()]
     early = Holding(4, 1, dealer.deal([*survivors, Holding(4, 1, is_new=True)])[4], is_new=True)
     late = Holding(5, 2, dealer.deal([*survivors, early, Holding(5, 2, is_new=True)])[5], is_new=True)

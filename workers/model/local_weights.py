@@ -1,8 +1,7 @@
 """The weights that a rank holds, which change when ranks are lost or join.
 
-A rank that is to hold other parts reads only those that it lacks. If it lacks none, the parts that it no longer uses
-remain in memory until the epoch in which another rank uses them has begun: if that rank is lost before, they need not
-be read again.
+A rank that is to hold other parts reads only missing ones. If none is missing, surplus parts remain in memory until the
+epoch in which another rank uses them has begun. If that rank is lost before, nothing is read again.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ class LocalParameter:
     size: int
     """Number of elements of the whole parameter in the dim of the cut."""
     is_transposed: bool = False
-    """Whether the model has the transposed parameter of the checkpoint."""
+    """Whether the dims of the model are those of the checkpoint in reverse."""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -51,7 +50,7 @@ class LocalParameter:
             local.out_features, local.in_features = parameter.shape
 
 
-class HeldWeights:
+class LocalWeights:
     """The divided parameters of one rank."""
 
     def __init__(self, places: dict[str, LocalParameter], exchange: RowExchange, read: ReadParts) -> None:
@@ -104,14 +103,14 @@ class HeldWeights:
         for ties in self._tied.values():
             name, place = ties[0]
             read = next((found.pop(one) for one, _ in ties if one in found), None)
-            held = [(old, place.tensor), (self._surplus, self._unused.pop(name, None)), (missing, read)]
+            memory = [(old, place.tensor), (self._surplus, self._unused.pop(name, None)), (missing, read)]
             cut, size = place.cut, place.size
-            sources = [(cut.ranges(size, share), tensor) for share, tensor in held if tensor is not None]
+            sources = [(cut.ranges(size, share), tensor) for share, tensor in memory if tensor is not None]
             if surplus.parts:
                 self._unused[name] = select(cut.ranges(size, surplus), sources, cut.dim)
             values = select(cut.ranges(size, new), sources, cut.dim)
             parameter = nn.Parameter(values.T.contiguous() if place.is_transposed else values, requires_grad=False)
-            del held, sources, read, values
+            del memory, sources, read, values
             for _, tied in ties:
                 tied.assign(parameter)
         self._surplus = surplus
