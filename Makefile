@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.installed
 WIRE := protos/released.yaml
-SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 BUDGET ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python scripts/run_tests.py
 
@@ -62,7 +62,7 @@ test-browser: $(VENV)/.browser ## Run the tests of the page in Chromium; where t
 	REQUIRE_TOOLS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e/browser $(ARGS)
 
 test-slow: $(READY) ## Run the slow tests (hours): full products, tens of thousands of schedules, the benches
-	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m 'slow or bench' $(ARGS)
+	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m 'slow or bench' -o faulthandler_timeout=0 $(ARGS)
 
 soak: $(READY) ## Hurt services under load in every known way for MINUTES=30; a failure prints the line that repeats it
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) $(ARGS)

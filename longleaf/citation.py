@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from longleaf.document_text import is_place
+from longleaf.document_text import is_place, place_prefix
 from longleaf.types import ContextText, Source
 
 
@@ -18,7 +18,7 @@ class Citation(msgspec.Struct, frozen=True, kw_only=True):
     """Line of the first character in that file, counted from 1; without a file, in its document. None for text that was
     ingested as token ids."""
     line_end: int | None
-    """Line of the last character."""
+    """Line of the last character; None if that is in another file."""
     share: float
     """Share of the answer's attention, from 0 to 1."""
     contrast: float | None
@@ -27,6 +27,8 @@ class Citation(msgspec.Struct, frozen=True, kw_only=True):
     """Decrease of the answer's log probability without the source, in nats; None unless it was confirmed."""
     text: str
     """The text of the source; empty if it is unknown."""
+    last_file: str = ""
+    """Name of the file in which the text ends, if that is another one."""
     tokens: tuple[int, int]
     """Positions [start, end) of its tokens in the context."""
     bytes: tuple[int, int] | None
@@ -36,11 +38,14 @@ class Citation(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def place(self) -> str:
         """The file and its lines, such as `guide.txt:12-14`, or its page, such as `report.pdf, page 7`; empty if they
-        are unknown."""
+        are unknown. Text of several files has the first and the last one: `a.txt:12 to b.txt`."""
+        if not is_place(self.file) and (not self.file or self.line_start is None):
+            return ""
+        if self.last_file:
+            start = self.file if is_place(self.file) else f"{self.file}:{self.line_start}"
+            return f"{start} to {self.last_file.removeprefix(place_prefix(self.file))}"
         if is_place(self.file):
             return self.file
-        if not self.file or self.line_start is None:
-            return ""
         end = f"-{self.line_end}" if self.line_end != self.line_start else ""
         return f"{self.file}:{self.line_start}{end}"
 
@@ -69,8 +74,9 @@ def cite(source: Source, text: ContextText | None) -> Citation:
     is_text = text.byte_start is not None and text.byte_end is not None
     return Citation(
         file=text.file,
+        last_file=text.last_file,
         line_start=line_start,
-        line_end=line_end,
+        line_end=None if text.last_file else line_end,
         share=source.share,
         contrast=source.contrast,
         drop=source.drop,
@@ -105,5 +111,6 @@ def _join(one: Source, two: Source) -> Source:
         contrast=sum(contrasts) if contrasts else None,
         drop=max(drops, default=None),
         bytes=(one.bytes[0], two.bytes[1]) if one.bytes and two.bytes else None,
+        last_file=two.last_file,
         file=one.file,
     )

@@ -129,7 +129,7 @@ def file_at(files: Sequence[TextFile], byte: int) -> TextFile | None:
     return files[index - 1] if index else None
 
 
-_PLACE = re.compile(r", (?:page|slide|chapter|cell) [0-9]+$")
+_PLACE = re.compile(r", (?=(?:page|slide|chapter|cell) [0-9]+$)")
 
 
 def place_name(file: str, label: str) -> str:
@@ -140,3 +140,9 @@ def place_name(file: str, label: str) -> str:
 def is_place(name: str) -> bool:
     """Whether a name is that of a place in a file, which is more useful than the line in its extracted text."""
     return _PLACE.search(name) is not None
+
+
+def place_prefix(name: str) -> str:
+    """The common start of the names of all places of a file: "report.pdf, "; empty for names of other kinds."""
+    found = _PLACE.search(name)
+    return name[: found.end()] if found else ""

@@ -3,14 +3,16 @@
 Processor time is also given in rounds of a calibration loop that runs meanwhile: machines differ, and so does one
 machine from hour to hour, but the number of rounds is nearly the same.
 
-    python scripts/run_tests.py [--budget FILE] [--] ARGUMENTS OF PYTEST
+    python scripts/run_tests.py [--budget FILE] [--limit MINUTES] [--] ARGUMENTS OF PYTEST
 
 Processor time is that of all processes that the tests start, including those whose parents end before them. With
 --budget, the exit code is 1 if the tests passed and used more rounds than the file allows. The file has one number, in
-thousands.
+thousands. A run that exceeds --limit prints the stacks of pytest's processes, and ends: a test that waits in compiled
+code cannot be interrupted by its own timeout.
 """
 
 import argparse
+import contextlib
 import ctypes
 import os
 import resource
@@ -22,9 +24,11 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
+
 PR_SET_CHILD_SUBREAPER = 36
 BETWEEN_ROUNDS_SECONDS = 2.0
-ORPHANS_SECONDS = 10.0
+ORPHANS_SECONDS = STACKS_SECONDS = 10.0
 TOLERANCE = 0.15
 """Allowed excess over the budget, as a fraction."""
 
@@ -60,18 +64,34 @@ class Calibration(threading.Thread):
         return statistics.median(self._rounds)
 
 
-def run(command: list[str]) -> int:
+def abort(process: subprocess.Popen[bytes]) -> None:
+    """Ends pytest and its workers, which print their stacks, and kills the processes that remain."""
+    print("error: the tests exceed the limit; the stacks of all threads follow", file=sys.stderr, flush=True)
+    descendants = psutil.Process().children(recursive=True)
+    for each in [*psutil.Process(process.pid).children(), process]:
+        each.send_signal(signal.SIGABRT)  # pytest enables faulthandler
+    psutil.wait_procs(descendants, STACKS_SECONDS)
+    for each in descendants:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
+def run(command: list[str], limit_seconds: float) -> int:
     """Runs a command and waits for it and its orphaned descendants; returns the exit code."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     process = subprocess.Popen(command)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the command as well
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    watchdog = threading.Timer(limit_seconds, abort, [process])
+    watchdog.daemon = True
+    watchdog.start()
     status = None
     while status is None:
         pid, ended = os.waitpid(-1, 0)
         status = ended if pid == process.pid else None
     process.returncode = os.waitstatus_to_exitcode(status)
+    watchdog.cancel()
     deadline = time.monotonic() + ORPHANS_SECONDS
     try:
         while time.monotonic() < deadline:
@@ -85,11 +105,12 @@ def run(command: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs pytest and measures it.")
     parser.add_argument("--budget", type=Path, help="file with the thousands of rounds that the tests may take")
+    parser.add_argument("--limit", type=float, default=40.0, metavar="MINUTES", help="after which the tests are ended")
     parser.add_argument("arguments", nargs="*", help="pytest arguments, after --")
     options = parser.parse_args()
     calibration, began = Calibration(), time.monotonic()
     calibration.start()
-    code = run([sys.executable, "-m", "pytest", *options.arguments])
+    code = run([sys.executable, "-m", "pytest", *options.arguments], 60 * options.limit)
     wall, used = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu, round_seconds = used.ru_utime + used.ru_stime, calibration.stop()
     thousands = cpu / round_seconds / 1000

@@ -12,7 +12,7 @@ from longleaf.sampling import SamplingParams
 
 EPOCH = 1
 REFUSED = 7
-"""An id that random models hardly ever sample."""
+"""The id of drafts. A greedy row does not choose it where its row of the head is zero, as some logit is positive."""
 
 
 def num_blocks(num_keys: int, num_contexts: int, num_rows: int, num_steps: int, block_size: int) -> int:

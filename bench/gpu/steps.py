@@ -56,6 +56,7 @@ class Steps:
         free(self._device)
         self._check_room(case)
         module = make_module(self._shape, self._dtype, self._device)
+        module.lm_head.weight[plans.REFUSED] = 0.0  # so that drafts are refused over any keys
         plain: Row = {"reason": "measured with one row only"}
         if case.num_rows == 1 and not case.num_drafts:
             plain = Plain(module, self._device).measure(case.num_keys, WARM_UP, STEPS)

@@ -152,7 +152,7 @@ def attribution(
         start, end = spans.bounds[span]
         share, layer, head = sums.largest(span)
         found = text.bytes_of(start, end) if text is not None else None
-        file = text.file_at(found[0]) if text is not None and found is not None else None
+        file, last_file = text.file_names(*found) if text is not None and found is not None else ("", "")
         source = Source(
             token_start=start,
             token_end=end,
@@ -163,7 +163,8 @@ def attribution(
             contrast=float(contrast[span]) if contrast is not None else None,
             drop=drops.get(span) if drops is not None else None,
             bytes=found,
-            file=file.name if file is not None else "",
+            file=file,
+            last_file=last_file,
         )
         sources.append(source)
     return Attribution(

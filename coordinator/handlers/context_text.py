@@ -44,15 +44,16 @@ class ContextTexts:
                 FIELDS[wanted.unit], f"has {size:,} bytes of text; the limit for one call is {MAX_BYTES:,}"
             )
         start, end = passage.bytes or (None, None)
-        place = found.file_at(start) if start is not None else None
+        file, last_file = found.file_names(start, end) if start is not None and end is not None else ("", "")
         return ContextText(
             text=passage.text,
             token_start=passage.tokens[0],
             token_end=passage.tokens[1],
             byte_start=start,
             byte_end=end,
-            file=place.name if place else "",
+            file=file,
             line=None if start is None else await self._line(found, start),
+            last_file=last_file,
         )
 
     async def _line(self, found: TextMap, byte: int) -> int | None:

@@ -24,14 +24,6 @@ NEAR = 16
 """Tokens around a range that are decoded to complete its first and last characters."""
 
 
-class TextPosition(msgspec.Struct, frozen=True):
-    """A byte of a file."""
-
-    name: str
-    byte: int
-    """The offset in the file, from 0."""
-
-
 class TextRange(msgspec.Struct, frozen=True, kw_only=True):
     """A part of the text of a context, in whole characters."""
 
@@ -71,15 +63,13 @@ class TextMap:
             return position, position
         return self._token_at(byte_start), self._token_at(byte_end - 1) + 1
 
-    def file_at(self, byte: int) -> TextPosition | None:
-        """Return the file that contains a byte; None where the file is unknown."""
-        document = self._document_of(byte)
-        file = file_at(document.text.files, byte - document.first_byte) if document and document.text else None
-        return (
-            TextPosition(file.name, byte - document.first_byte - file.start)
-            if document and file and file.name
-            else None
-        )
+    def file_names(self, byte_start: int, byte_end: int) -> tuple[str, str]:
+        """Return the name of the file with the first byte, and that of the file with the last byte if it is another.
+        Empty names stand for unknown files, and for the second file if there is none.
+        """
+        first = self._file_name(byte_start)
+        last = self._file_name(max(byte_start, byte_end - 1))
+        return first, last if last != first else ""
 
     def read(self, token_start: int, token_end: int) -> TextRange:
         """Return the text of tokens [start, end)."""
@@ -124,6 +114,12 @@ class TextMap:
         local = byte - document.first_byte
         file = file_at(document.text.files, local)
         return Lines(document, file.start if file else 0, local)
+
+    def _file_name(self, byte: int) -> str:
+        """Return the name of the file that contains a byte; empty where the file is unknown."""
+        document = self._document_of(byte)
+        file = file_at(document.text.files, byte - document.first_byte) if document and document.text else None
+        return file.name if file else ""
 
     def _document_index(self, position: int) -> int:
         """Return the index of the document with the token at a position; the last one at the end."""

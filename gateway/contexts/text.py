@@ -13,7 +13,7 @@ from longleaf.errors import LongleafError
 
 RANGES = ("token_start", "token_end", "byte_start", "byte_end")
 FORMATS = ("json", "text")
-FIELDS = "text token_start token_end byte_start byte_end file line"
+FIELDS = "text token_start token_end byte_start byte_end file line last_file"
 NAMES = {"context": "id", "range": "token_start", "token_range": "token_end", "byte_range": "byte_end"}
 
 

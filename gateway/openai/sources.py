@@ -94,6 +94,7 @@ def _described(citation: Citation) -> dict[str, Any]:
     return {
         "label": citation.label,
         "file": citation.file or None,
+        "last_file": citation.last_file or None,
         "line_start": citation.line_start,
         "line_end": citation.line_end,
         "share": citation.share,

@@ -9,11 +9,12 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from msgspec.structs import replace
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from longleaf.cli.console import output_console
 from longleaf.cli.flags import takes_server
 from longleaf.cli.options import AsJson, ServerOptions, connect, dtype_names, exactness_line, print_json
 from longleaf.formatting import human_angle, human_bytes, human_seconds
@@ -48,7 +49,7 @@ def cluster(server: ServerOptions, watch: Watch = False, interval: Interval = 1.
         return
     for line in lines_of(found, time.time()):
         print(line)
-    Console().print(workers_table(found))
+    output_console().print(workers_table(found))
 
 
 def _watch(server: ServerOptions, interval: float, as_json: bool) -> None:
@@ -58,7 +59,7 @@ def _watch(server: ServerOptions, interval: float, as_json: bool) -> None:
             for found in changes:
                 print_json(to_json(found))
             return
-        with Live(console=Console(highlight=False), auto_refresh=False) as live:
+        with Live(console=output_console(), auto_refresh=False) as live:
             for found in changes:
                 head = Text("\n".join(lines_of(found, time.time())))
                 live.update(Group(head, workers_table(found)), refresh=True)

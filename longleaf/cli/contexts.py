@@ -5,10 +5,10 @@ from datetime import datetime
 from typing import Annotated, cast
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from longleaf.cli import transfer
+from longleaf.cli.console import output_console
 from longleaf.cli.flags import takes_server
 from longleaf.cli.help import CommandGroup
 from longleaf.cli.ingest import summary
@@ -50,7 +50,7 @@ def list_contexts(server: ServerOptions, as_json: AsJson = False) -> None:
         sizes = (human_bytes(context.kv_bytes), human_bytes(context.storage_bytes))
         used = (_date(context.used), f"{context.hits:,}", "pinned" if context.is_pinned else expires)
         table.add_row(context.id, f"{context.tokens:,}", context.state, *sizes, *used)
-    Console().print(table)
+    output_console().print(table)
 
 
 @app.command("show")
@@ -70,7 +70,7 @@ def show_context(name: Name, server: ServerOptions, as_json: AsJson = False) -> 
     print(describe_use(context))
     print(positions(context.positions))
     if context.shares:
-        Console().print(shares_table(context))
+        output_console().print(shares_table(context))
 
 
 @app.command("text")

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from longleaf.cli.console import output_console
 from longleaf.cli.help import CommandGroup
 from longleaf.cli.options import AsJson, print_json
 from longleaf.credentials import (
@@ -69,7 +69,7 @@ def check(
     for entry in entries:
         quotas = ", ".join(f"{name} {value:,}" for name, value in _quotas(entry).items())
         table.add_row(entry.tenant, entry.role, f"{len(entry.digests)}", "\n".join(entry.names), quotas or "none")
-    Console().print(table)
+    output_console().print(table)
 
 
 def _quotas(entry: CredentialEntry) -> dict[str, int]:

@@ -7,10 +7,10 @@ from typing import Annotated, TypeVar
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from longleaf.checkpoints.gguf_conversion import read_note
+from longleaf.cli.console import output_console
 from longleaf.cli.fetch import convert, fetch
 from longleaf.cli.help import CommandGroup
 from longleaf.cli.model_option import MODEL_HELP, Yes, resolve
@@ -184,7 +184,7 @@ def show(found: ModelReport, *, is_running: bool) -> None:
         return
     text, attention = found.text, found.attention
     print(f"{found.model} is supported ({text.architecture}, {dtype_names(attention)}){exactness_of(attention)}")
-    console = Console(highlight=False)
+    console = output_console()
     console.print(kinds_table(attention.kinds))
     sizes = Table(box=None, show_header=False, pad_edge=False)
     trained = attention.trained or text.max_positions

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from longleaf.cli.console import output_console
 from longleaf.cli.model_option import resolve
 from longleaf.cli.options import AsJson, print_json
 from longleaf.config import DtypeName, embedded_model
@@ -109,7 +109,7 @@ def _show(report: RebuildReport) -> None:
         table = Table("name", "tokens")
         for context in report.contexts:
             table.add_row(context.name, f"{context.tokens:,}")
-        Console().print(table)
+        output_console().print(table)
     for left in report.skipped:
         print(f"skipped: {left.name}: {left.reason}")
     if report.other_manifests:

@@ -3,10 +3,10 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from longleaf.cli.console import output_console
 from longleaf.cli.flags import takes_server
 from longleaf.cli.options import AsJson, ServerOptions, connect, print_json, read_input
 
@@ -36,7 +36,7 @@ def tokenize(
         table = Table("token", "from", "to", "text")
         for token_id, (start, end) in zip(found.token_ids, found.spans, strict=True):
             table.add_row(str(token_id), str(start), str(end), Text(repr(given[start:end])))
-        Console().print(table)
+        output_console().print(table)
 
 
 @takes_server

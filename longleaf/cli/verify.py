@@ -3,9 +3,9 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from longleaf.cli.console import output_console
 from longleaf.cli.flags import takes_server
 from longleaf.cli.options import AsJson, ServerOptions, connect, print_json, read_input
 from longleaf.formatting import human_rounded, human_seconds
@@ -84,7 +84,7 @@ def show(found: Verification) -> None:
     resident = f"keys on {found.holding_ranks} of {count_ranks(found.world_size)}"
     table.add_row("prompt", f"{found.prompt_tokens:,} tokens; {resident}")
     table.add_row("plain attention", f"{human_seconds(found.reference_seconds)}, during which other streams paused")
-    Console(highlight=False).print(table)
+    output_console().print(table)
 
 
 def measured(found: Verification) -> str:

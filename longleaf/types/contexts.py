@@ -225,3 +225,5 @@ class ContextText(msgspec.Struct, frozen=True, kw_only=True):
     """The file that contains the first byte, if known."""
     line: int | None = None
     """The line of the first byte within that file, counted from 1; without a file, within its document."""
+    last_file: str = ""
+    """The file that contains the last byte, if that is another one."""

@@ -54,6 +54,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     """Byte range [start, end) in the concatenated ingested texts; None for tokens without text."""
     file: str = ""
     """The file that contains the first byte, if known."""
+    last_file: str = ""
+    """The file that contains the last byte, if that is another one."""
 
 
 class Attribution(msgspec.Struct, frozen=True, kw_only=True):

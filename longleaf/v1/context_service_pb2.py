@@ -30,15 +30,15 @@ from longleaf.v1 import context_pb2 as longleaf_dot_v1_dot_context__pb2
 from longleaf.v1 import generation_pb2 as longleaf_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!longleaf/v1/context_service.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bgoogle/protobuf/empty.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19longleaf/v1/context.proto\x1a\x1clongleaf/v1/generation.proto\"\xfb\x02\n\x0cIngestConfig\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x61ppend\x18\x02 \x01(\x08\x12\x1d\n\x10total_size_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x11\n\tupload_id\x18\x04 \x01(\t\x12\x10\n\x08priority\x18\x15 \x01(\x05\x12\x11\n\tclient_id\x18\x16 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x05 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12&\n\x03ttl\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06pinned\x18\x08 \x01(\x08\x12!\n\x14\x63\x61pacity_token_count\x18\t \x01(\x03H\x01\x88\x01\x01\x12&\n\x05\x66iles\x18\n \x03(\x0b\x32\x17.longleaf.v1.IngestFileB\x13\n\x11_total_size_bytesB\x17\n\x15_capacity_token_count\".\n\nIngestFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nbyte_start\x18\x02 \x01(\x03\"Q\n\x14PrefacedIngestConfig\x12)\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x19.longleaf.v1.IngestConfig\x12\x0e\n\x06system\x18\x02 \x01(\t\"\xc8\x01\n\x14IngestContextRequest\x12+\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x19.longleaf.v1.IngestConfigH\x00\x12\x0e\n\x04text\x18\x02 \x01(\x0cH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.longleaf.v1.TokenIdsH\x00\x12<\n\x0fprefaced_config\x18\x04 \x01(\x0b\x32!.longleaf.v1.PrefacedIngestConfigH\x00\x42\t\n\x07payload\"\xa4\x02\n\x15IngestContextResponse\x12\'\n\x05phase\x18\x01 \x01(\x0e\x32\x18.longleaf.v1.IngestPhase\x12\x1b\n\x13received_size_bytes\x18\x02 \x01(\x03\x12\x1d\n\x15processed_token_count\x18\x03 \x01(\x03\x12\x19\n\x11total_token_count\x18\x04 \x01(\x03\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12%\n\x07\x63ontext\x18\x06 \x01(\x0b\x32\x14.longleaf.v1.Context\x12\x1c\n\x14received_token_count\x18\x07 \x01(\x03\x12+\n\nrecovering\x18\x08 \x01(\x0b\x32\x17.longleaf.v1.Recovering\"!\n\x11GetContextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x8b\x01\n\x15GetContextTextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12-\n\x0btoken_range\x18\x02 \x01(\x0b\x32\x16.longleaf.v1.TextRangeH\x00\x12,\n\nbyte_range\x18\x03 \x01(\x0b\x32\x16.longleaf.v1.TextRangeH\x00\x42\x07\n\x05range\"\'\n\tTextRange\x12\r\n\x05start\x18\x01 \x01(\x03\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x03\"\xbc\x01\n\x16GetContextTextResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x17\n\nbyte_start\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x15\n\x08\x62yte_end\x18\x03 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x0btoken_start\x18\x04 \x01(\x03\x12\x11\n\ttoken_end\x18\x05 \x01(\x03\x12\x0c\n\x04\x66ile\x18\x06 \x01(\t\x12\x12\n\nline_start\x18\x07 \x01(\x03\x42\r\n\x0b_byte_startB\x0b\n\t_byte_end\"<\n\x13ListContextsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"W\n\x14ListContextsResponse\x12&\n\x08\x63ontexts\x18\x01 \x03(\x0b\x32\x14.longleaf.v1.Context\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"^\n\x12\x46orkContextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08new_name\x18\x02 \x01(\t\x12\x18\n\x0btoken_count\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x0e\n\x0c_token_count\"n\n\x14UpdateContextRequest\x12%\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x14.longleaf.v1.Context\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\"\'\n\x17RecomputeContextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x1a\n\x18RecomputeContextsRequest\".\n\x0eSkippedContext\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"q\n\x19RecomputeContextsResponse\x12&\n\x08\x63ontexts\x18\x01 \x03(\x0b\x32\x14.longleaf.v1.Context\x12,\n\x07skipped\x18\x02 \x03(\x0b\x32\x1b.longleaf.v1.SkippedContext\"$\n\x14\x44\x65leteContextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"6\n\x13\x43\x61ncelIngestRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tupload_id\x18\x02 \x01(\t\"Z\n\x14\x45xportContextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x14\n\x0cwithout_keys\x18\x04 \x01(\x08\"b\n\x15\x45xportContextResponse\x12.\n\x07\x61rchive\x18\x01 \x01(\x0b\x32\x1b.longleaf.v1.ContextArchiveH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\t\n\x07payload\":\n\x0e\x43ontextArchive\x12\x18\n\x10total_size_bytes\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"c\n\x0cImportConfig\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tupload_id\x18\x02 \x01(\t\x12\x1d\n\x10total_size_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x13\n\x11_total_size_bytes\",\n\x0c\x41rchiveChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"z\n\x14ImportContextRequest\x12+\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x19.longleaf.v1.ImportConfigH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.longleaf.v1.ArchiveChunkH\x00\x42\t\n\x07payload\"\x8d\x01\n\x15ImportContextResponse\x12\x1b\n\x13received_size_bytes\x18\x01 \x01(\x03\x12%\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x14.longleaf.v1.Context\x12\x1c\n\x0fkey_token_count\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x12\n\x10_key_token_count*\xb6\x01\n\x0bIngestPhase\x12\x1c\n\x18INGEST_PHASE_UNSPECIFIED\x10\x00\x12\x1a\n\x16INGEST_PHASE_RECEIVING\x10\x01\x12\x1b\n\x17INGEST_PHASE_TOKENIZING\x10\x02\x12\x1b\n\x17INGEST_PHASE_PREFILLING\x10\x03\x12\x16\n\x12INGEST_PHASE_READY\x10\x04\x12\x1b\n\x17INGEST_PHASE_RECOVERING\x10\x05\x32\xf0\x07\n\x0e\x43ontextService\x12Z\n\rIngestContext\x12!.longleaf.v1.IngestContextRequest\x1a\".longleaf.v1.IngestContextResponse(\x01\x30\x01\x12H\n\x0c\x43\x61ncelIngest\x12 .longleaf.v1.CancelIngestRequest\x1a\x16.google.protobuf.Empty\x12\x42\n\nGetContext\x12\x1e.longleaf.v1.GetContextRequest\x1a\x14.longleaf.v1.Context\x12Y\n\x0eGetContextText\x12\".longleaf.v1.GetContextTextRequest\x1a#.longleaf.v1.GetContextTextResponse\x12S\n\x0cListContexts\x12 .longleaf.v1.ListContextsRequest\x1a!.longleaf.v1.ListContextsResponse\x12\x44\n\x0b\x46orkContext\x12\x1f.longleaf.v1.ForkContextRequest\x1a\x14.longleaf.v1.Context\x12H\n\rUpdateContext\x12!.longleaf.v1.UpdateContextRequest\x1a\x14.longleaf.v1.Context\x12N\n\x10RecomputeContext\x12$.longleaf.v1.RecomputeContextRequest\x1a\x14.longleaf.v1.Context\x12\x62\n\x11RecomputeContexts\x12%.longleaf.v1.RecomputeContextsRequest\x1a&.longleaf.v1.RecomputeContextsResponse\x12J\n\rDeleteContext\x12!.longleaf.v1.DeleteContextRequest\x1a\x16.google.protobuf.Empty\x12X\n\rExportContext\x12!.longleaf.v1.ExportContextRequest\x1a\".longleaf.v1.ExportContextResponse0\x01\x12Z\n\rImportContext\x12!.longleaf.v1.ImportContextRequest\x1a\".longleaf.v1.ImportContextResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!longleaf/v1/context_service.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bgoogle/protobuf/empty.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19longleaf/v1/context.proto\x1a\x1clongleaf/v1/generation.proto\"\xfb\x02\n\x0cIngestConfig\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x61ppend\x18\x02 \x01(\x08\x12\x1d\n\x10total_size_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x11\n\tupload_id\x18\x04 \x01(\t\x12\x10\n\x08priority\x18\x15 \x01(\x05\x12\x11\n\tclient_id\x18\x16 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x05 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12&\n\x03ttl\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06pinned\x18\x08 \x01(\x08\x12!\n\x14\x63\x61pacity_token_count\x18\t \x01(\x03H\x01\x88\x01\x01\x12&\n\x05\x66iles\x18\n \x03(\x0b\x32\x17.longleaf.v1.IngestFileB\x13\n\x11_total_size_bytesB\x17\n\x15_capacity_token_count\".\n\nIngestFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nbyte_start\x18\x02 \x01(\x03\"Q\n\x14PrefacedIngestConfig\x12)\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x19.longleaf.v1.IngestConfig\x12\x0e\n\x06system\x18\x02 \x01(\t\"\xc8\x01\n\x14IngestContextRequest\x12+\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x19.longleaf.v1.IngestConfigH\x00\x12\x0e\n\x04text\x18\x02 \x01(\x0cH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.longleaf.v1.TokenIdsH\x00\x12<\n\x0fprefaced_config\x18\x04 \x01(\x0b\x32!.longleaf.v1.PrefacedIngestConfigH\x00\x42\t\n\x07payload\"\xa4\x02\n\x15IngestContextResponse\x12\'\n\x05phase\x18\x01 \x01(\x0e\x32\x18.longleaf.v1.IngestPhase\x12\x1b\n\x13received_size_bytes\x18\x02 \x01(\x03\x12\x1d\n\x15processed_token_count\x18\x03 \x01(\x03\x12\x19\n\x11total_token_count\x18\x04 \x01(\x03\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12%\n\x07\x63ontext\x18\x06 \x01(\x0b\x32\x14.longleaf.v1.Context\x12\x1c\n\x14received_token_count\x18\x07 \x01(\x03\x12+\n\nrecovering\x18\x08 \x01(\x0b\x32\x17.longleaf.v1.Recovering\"!\n\x11GetContextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x8b\x01\n\x15GetContextTextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12-\n\x0btoken_range\x18\x02 \x01(\x0b\x32\x16.longleaf.v1.TextRangeH\x00\x12,\n\nbyte_range\x18\x03 \x01(\x0b\x32\x16.longleaf.v1.TextRangeH\x00\x42\x07\n\x05range\"\'\n\tTextRange\x12\r\n\x05start\x18\x01 \x01(\x03\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x03\"\xcf\x01\n\x16GetContextTextResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x17\n\nbyte_start\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x15\n\x08\x62yte_end\x18\x03 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x0btoken_start\x18\x04 \x01(\x03\x12\x11\n\ttoken_end\x18\x05 \x01(\x03\x12\x0c\n\x04\x66ile\x18\x06 \x01(\t\x12\x12\n\nline_start\x18\x07 \x01(\x03\x12\x11\n\tlast_file\x18\x08 \x01(\tB\r\n\x0b_byte_startB\x0b\n\t_byte_end\"<\n\x13ListContextsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"W\n\x14ListContextsResponse\x12&\n\x08\x63ontexts\x18\x01 \x03(\x0b\x32\x14.longleaf.v1.Context\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"^\n\x12\x46orkContextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08new_name\x18\x02 \x01(\t\x12\x18\n\x0btoken_count\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x0e\n\x0c_token_count\"n\n\x14UpdateContextRequest\x12%\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x14.longleaf.v1.Context\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\"\'\n\x17RecomputeContextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x1a\n\x18RecomputeContextsRequest\".\n\x0eSkippedContext\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"q\n\x19RecomputeContextsResponse\x12&\n\x08\x63ontexts\x18\x01 \x03(\x0b\x32\x14.longleaf.v1.Context\x12,\n\x07skipped\x18\x02 \x03(\x0b\x32\x1b.longleaf.v1.SkippedContext\"$\n\x14\x44\x65leteContextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"6\n\x13\x43\x61ncelIngestRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tupload_id\x18\x02 \x01(\t\"Z\n\x14\x45xportContextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x14\n\x0cwithout_keys\x18\x04 \x01(\x08\"b\n\x15\x45xportContextResponse\x12.\n\x07\x61rchive\x18\x01 \x01(\x0b\x32\x1b.longleaf.v1.ContextArchiveH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\t\n\x07payload\":\n\x0e\x43ontextArchive\x12\x18\n\x10total_size_bytes\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"c\n\x0cImportConfig\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tupload_id\x18\x02 \x01(\t\x12\x1d\n\x10total_size_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x13\n\x11_total_size_bytes\",\n\x0c\x41rchiveChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"z\n\x14ImportContextRequest\x12+\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x19.longleaf.v1.ImportConfigH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.longleaf.v1.ArchiveChunkH\x00\x42\t\n\x07payload\"\x8d\x01\n\x15ImportContextResponse\x12\x1b\n\x13received_size_bytes\x18\x01 \x01(\x03\x12%\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x14.longleaf.v1.Context\x12\x1c\n\x0fkey_token_count\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x12\n\x10_key_token_count*\xb6\x01\n\x0bIngestPhase\x12\x1c\n\x18INGEST_PHASE_UNSPECIFIED\x10\x00\x12\x1a\n\x16INGEST_PHASE_RECEIVING\x10\x01\x12\x1b\n\x17INGEST_PHASE_TOKENIZING\x10\x02\x12\x1b\n\x17INGEST_PHASE_PREFILLING\x10\x03\x12\x16\n\x12INGEST_PHASE_READY\x10\x04\x12\x1b\n\x17INGEST_PHASE_RECOVERING\x10\x05\x32\xf0\x07\n\x0e\x43ontextService\x12Z\n\rIngestContext\x12!.longleaf.v1.IngestContextRequest\x1a\".longleaf.v1.IngestContextResponse(\x01\x30\x01\x12H\n\x0c\x43\x61ncelIngest\x12 .longleaf.v1.CancelIngestRequest\x1a\x16.google.protobuf.Empty\x12\x42\n\nGetContext\x12\x1e.longleaf.v1.GetContextRequest\x1a\x14.longleaf.v1.Context\x12Y\n\x0eGetContextText\x12\".longleaf.v1.GetContextTextRequest\x1a#.longleaf.v1.GetContextTextResponse\x12S\n\x0cListContexts\x12 .longleaf.v1.ListContextsRequest\x1a!.longleaf.v1.ListContextsResponse\x12\x44\n\x0b\x46orkContext\x12\x1f.longleaf.v1.ForkContextRequest\x1a\x14.longleaf.v1.Context\x12H\n\rUpdateContext\x12!.longleaf.v1.UpdateContextRequest\x1a\x14.longleaf.v1.Context\x12N\n\x10RecomputeContext\x12$.longleaf.v1.RecomputeContextRequest\x1a\x14.longleaf.v1.Context\x12\x62\n\x11RecomputeContexts\x12%.longleaf.v1.RecomputeContextsRequest\x1a&.longleaf.v1.RecomputeContextsResponse\x12J\n\rDeleteContext\x12!.longleaf.v1.DeleteContextRequest\x1a\x16.google.protobuf.Empty\x12X\n\rExportContext\x12!.longleaf.v1.ExportContextRequest\x1a\".longleaf.v1.ExportContextResponse0\x01\x12Z\n\rImportContext\x12!.longleaf.v1.ImportContextRequest\x1a\".longleaf.v1.ImportContextResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'longleaf.v1.context_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_INGESTPHASE']._serialized_start=3008
-  _globals['_INGESTPHASE']._serialized_end=3190
+  _globals['_INGESTPHASE']._serialized_start=3027
+  _globals['_INGESTPHASE']._serialized_end=3209
   _globals['_INGESTCONFIG']._serialized_start=236
   _globals['_INGESTCONFIG']._serialized_end=615
   _globals['_INGESTFILE']._serialized_start=617
@@ -56,41 +56,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TEXTRANGE']._serialized_start=1423
   _globals['_TEXTRANGE']._serialized_end=1462
   _globals['_GETCONTEXTTEXTRESPONSE']._serialized_start=1465
-  _globals['_GETCONTEXTTEXTRESPONSE']._serialized_end=1653
-  _globals['_LISTCONTEXTSREQUEST']._serialized_start=1655
-  _globals['_LISTCONTEXTSREQUEST']._serialized_end=1715
-  _globals['_LISTCONTEXTSRESPONSE']._serialized_start=1717
-  _globals['_LISTCONTEXTSRESPONSE']._serialized_end=1804
-  _globals['_FORKCONTEXTREQUEST']._serialized_start=1806
-  _globals['_FORKCONTEXTREQUEST']._serialized_end=1900
-  _globals['_UPDATECONTEXTREQUEST']._serialized_start=1902
-  _globals['_UPDATECONTEXTREQUEST']._serialized_end=2012
-  _globals['_RECOMPUTECONTEXTREQUEST']._serialized_start=2014
-  _globals['_RECOMPUTECONTEXTREQUEST']._serialized_end=2053
-  _globals['_RECOMPUTECONTEXTSREQUEST']._serialized_start=2055
-  _globals['_RECOMPUTECONTEXTSREQUEST']._serialized_end=2081
-  _globals['_SKIPPEDCONTEXT']._serialized_start=2083
-  _globals['_SKIPPEDCONTEXT']._serialized_end=2129
-  _globals['_RECOMPUTECONTEXTSRESPONSE']._serialized_start=2131
-  _globals['_RECOMPUTECONTEXTSRESPONSE']._serialized_end=2244
-  _globals['_DELETECONTEXTREQUEST']._serialized_start=2246
-  _globals['_DELETECONTEXTREQUEST']._serialized_end=2282
-  _globals['_CANCELINGESTREQUEST']._serialized_start=2284
-  _globals['_CANCELINGESTREQUEST']._serialized_end=2338
-  _globals['_EXPORTCONTEXTREQUEST']._serialized_start=2340
-  _globals['_EXPORTCONTEXTREQUEST']._serialized_end=2430
-  _globals['_EXPORTCONTEXTRESPONSE']._serialized_start=2432
-  _globals['_EXPORTCONTEXTRESPONSE']._serialized_end=2530
-  _globals['_CONTEXTARCHIVE']._serialized_start=2532
-  _globals['_CONTEXTARCHIVE']._serialized_end=2590
-  _globals['_IMPORTCONFIG']._serialized_start=2592
-  _globals['_IMPORTCONFIG']._serialized_end=2691
-  _globals['_ARCHIVECHUNK']._serialized_start=2693
-  _globals['_ARCHIVECHUNK']._serialized_end=2737
-  _globals['_IMPORTCONTEXTREQUEST']._serialized_start=2739
-  _globals['_IMPORTCONTEXTREQUEST']._serialized_end=2861
-  _globals['_IMPORTCONTEXTRESPONSE']._serialized_start=2864
-  _globals['_IMPORTCONTEXTRESPONSE']._serialized_end=3005
-  _globals['_CONTEXTSERVICE']._serialized_start=3193
-  _globals['_CONTEXTSERVICE']._serialized_end=4201
+  _globals['_GETCONTEXTTEXTRESPONSE']._serialized_end=1672
+  _globals['_LISTCONTEXTSREQUEST']._serialized_start=1674
+  _globals['_LISTCONTEXTSREQUEST']._serialized_end=1734
+  _globals['_LISTCONTEXTSRESPONSE']._serialized_start=1736
+  _globals['_LISTCONTEXTSRESPONSE']._serialized_end=1823
+  _globals['_FORKCONTEXTREQUEST']._serialized_start=1825
+  _globals['_FORKCONTEXTREQUEST']._serialized_end=1919
+  _globals['_UPDATECONTEXTREQUEST']._serialized_start=1921
+  _globals['_UPDATECONTEXTREQUEST']._serialized_end=2031
+  _globals['_RECOMPUTECONTEXTREQUEST']._serialized_start=2033
+  _globals['_RECOMPUTECONTEXTREQUEST']._serialized_end=2072
+  _globals['_RECOMPUTECONTEXTSREQUEST']._serialized_start=2074
+  _globals['_RECOMPUTECONTEXTSREQUEST']._serialized_end=2100
+  _globals['_SKIPPEDCONTEXT']._serialized_start=2102
+  _globals['_SKIPPEDCONTEXT']._serialized_end=2148
+  _globals['_RECOMPUTECONTEXTSRESPONSE']._serialized_start=2150
+  _globals['_RECOMPUTECONTEXTSRESPONSE']._serialized_end=2263
+  _globals['_DELETECONTEXTREQUEST']._serialized_start=2265
+  _globals['_DELETECONTEXTREQUEST']._serialized_end=2301
+  _globals['_CANCELINGESTREQUEST']._serialized_start=2303
+  _globals['_CANCELINGESTREQUEST']._serialized_end=2357
+  _globals['_EXPORTCONTEXTREQUEST']._serialized_start=2359
+  _globals['_EXPORTCONTEXTREQUEST']._serialized_end=2449
+  _globals['_EXPORTCONTEXTRESPONSE']._serialized_start=2451
+  _globals['_EXPORTCONTEXTRESPONSE']._serialized_end=2549
+  _globals['_CONTEXTARCHIVE']._serialized_start=2551
+  _globals['_CONTEXTARCHIVE']._serialized_end=2609
+  _globals['_IMPORTCONFIG']._serialized_start=2611
+  _globals['_IMPORTCONFIG']._serialized_end=2710
+  _globals['_ARCHIVECHUNK']._serialized_start=2712
+  _globals['_ARCHIVECHUNK']._serialized_end=2756
+  _globals['_IMPORTCONTEXTREQUEST']._serialized_start=2758
+  _globals['_IMPORTCONTEXTREQUEST']._serialized_end=2880
+  _globals['_IMPORTCONTEXTRESPONSE']._serialized_start=2883
+  _globals['_IMPORTCONTEXTRESPONSE']._serialized_end=3024
+  _globals['_CONTEXTSERVICE']._serialized_start=3212
+  _globals['_CONTEXTSERVICE']._serialized_end=4220
 # @@protoc_insertion_point(module_scope)

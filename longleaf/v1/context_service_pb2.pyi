@@ -131,7 +131,7 @@ class TextRange(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class GetContextTextResponse(_message.Message):
-    __slots__ = ("text", "byte_start", "byte_end", "token_start", "token_end", "file", "line_start")
+    __slots__ = ("text", "byte_start", "byte_end", "token_start", "token_end", "file", "line_start", "last_file")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     BYTE_START_FIELD_NUMBER: _ClassVar[int]
     BYTE_END_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,7 @@ class GetContextTextResponse(_message.Message):
     TOKEN_END_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
     LINE_START_FIELD_NUMBER: _ClassVar[int]
+    LAST_FILE_FIELD_NUMBER: _ClassVar[int]
     text: str
     byte_start: int
     byte_end: int
@@ -146,7 +147,8 @@ class GetContextTextResponse(_message.Message):
     token_end: int
     file: str
     line_start: int
-    def __init__(self, text: _Optional[str] = ..., byte_start: _Optional[int] = ..., byte_end: _Optional[int] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., file: _Optional[str] = ..., line_start: _Optional[int] = ...) -> None: ...
+    last_file: str
+    def __init__(self, text: _Optional[str] = ..., byte_start: _Optional[int] = ..., byte_end: _Optional[int] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., file: _Optional[str] = ..., line_start: _Optional[int] = ..., last_file: _Optional[str] = ...) -> None: ...
 
 class ListContextsRequest(_message.Message):
     __slots__ = ("page_size", "page_token")

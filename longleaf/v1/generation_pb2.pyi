@@ -225,7 +225,7 @@ class ByteRange(_message.Message):
     def __init__(self, byte_start: _Optional[int] = ..., byte_end: _Optional[int] = ...) -> None: ...
 
 class Source(_message.Message):
-    __slots__ = ("token_start", "token_end", "share", "largest_share", "largest_layer", "largest_head", "contrast", "drop", "bytes", "file")
+    __slots__ = ("token_start", "token_end", "share", "largest_share", "largest_layer", "largest_head", "contrast", "drop", "bytes", "file", "last_file")
     TOKEN_START_FIELD_NUMBER: _ClassVar[int]
     TOKEN_END_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
@@ -236,6 +236,7 @@ class Source(_message.Message):
     DROP_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
+    LAST_FILE_FIELD_NUMBER: _ClassVar[int]
     token_start: int
     token_end: int
     share: float
@@ -246,7 +247,8 @@ class Source(_message.Message):
     drop: float
     bytes: ByteRange
     file: str
-    def __init__(self, token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., share: _Optional[float] = ..., largest_share: _Optional[float] = ..., largest_layer: _Optional[int] = ..., largest_head: _Optional[int] = ..., contrast: _Optional[float] = ..., drop: _Optional[float] = ..., bytes: _Optional[_Union[ByteRange, _Mapping]] = ..., file: _Optional[str] = ...) -> None: ...
+    last_file: str
+    def __init__(self, token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., share: _Optional[float] = ..., largest_share: _Optional[float] = ..., largest_layer: _Optional[int] = ..., largest_head: _Optional[int] = ..., contrast: _Optional[float] = ..., drop: _Optional[float] = ..., bytes: _Optional[_Union[ByteRange, _Mapping]] = ..., file: _Optional[str] = ..., last_file: _Optional[str] = ...) -> None: ...
 
 class Attribution(_message.Message):
     __slots__ = ("sources", "context_share", "prompt_share", "answer_share", "sink_share", "token_count", "opening_share")

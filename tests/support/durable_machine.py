@@ -26,6 +26,8 @@ class DurableMachine(RecoveringMachine):
     """The oldest waiting job, while it has the next turn. Waiting requests are deferred for it."""
     ran_before_turn: frozenset[int] | set[int] = frozenset()
     """Jobs that ran when its turn came."""
+    ran_before_schedule: frozenset[int] | set[int] = frozenset()
+    """Jobs that ran before the latest call of the scheduler."""
     next_segment = 0
     """Greater than the id of any segment that was kept. Ids of others are used again after the end of everything."""
 
@@ -58,6 +60,7 @@ class DurableMachine(RecoveringMachine):
         self.scheduler.acknowledge(document, 9.0)
 
     def _schedule(self) -> bool:
+        self.ran_before_schedule = set(self.scheduler._running)
         return super()._schedule() or (bool(self.sealed) and not self._keep_all() and super()._schedule())
 
     def _no_job_is_stuck(self) -> None:
@@ -96,9 +99,9 @@ class DurableMachine(RecoveringMachine):
         super()._see([(job, outcome) for job, outcome in outcomes if not isinstance(outcome, Sealed)])
 
     def _is_needed(self, job: int, error: LongleafError) -> bool:
-        return (
-            job in self.paused and not self.scheduler.num_running and "memory is needed by other requests" in str(error)
-        )
+        """Whether no running job remains. The job that needs the memory may run already."""
+        still_running = self.ran_before_schedule & self.scheduler._running.keys()
+        return job in self.paused and not still_running and "memory is needed by other requests" in str(error)
 
     # --- eviction ---
 

@@ -20,7 +20,8 @@ QUESTION: Any = [{"role": "user", "content": "Who?"}]
 LINE = "A line of 31 bytes and an ümlaut\n"
 SIZE = 64
 """Tokens of a span; the model's tokens are bytes."""
-FIELDS = {"label", "file", "line_start", "line_end", "share", "contrast", "drop", "tokens", "bytes", "text", "url"}
+POSITION = {"label", "file", "last_file", "line_start", "line_end", "tokens", "bytes", "url"}
+FIELDS = POSITION | {"share", "contrast", "drop", "text"}
 PATHS = ("chat/completions", "completions")
 
 
@@ -220,7 +221,7 @@ async def test_text_of_a_range_is_returned(url: str, book: str) -> None:
         again = (await client.get("text", params={"token_start": start, "token_end": end})).json()
         plain = await client.get("text", params={"token_start": start, "token_end": end, "format": "text"})
     assert found == again and Path(found.pop("file")).name == "a.txt"
-    place = {"token_start": start, "token_end": start + 6, "byte_start": 0, "byte_end": 6, "line": 1}
+    place = {"token_start": start, "token_end": start + 6, "byte_start": 0, "byte_end": 6, "line": 1, "last_file": ""}
     assert found == {"id": "book", "object": "context.text", "text": "A line", **place}
     assert plain.text == "A line"
     assert plain.headers["x-content-type-options"] == "nosniff"

@@ -19,7 +19,7 @@ from coordinator.text.text_map import TextMap
 from coordinator.text.token_offsets import TokenOffsets
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model
-from longleaf.document_text import DocumentText
+from longleaf.document_text import DocumentText, TextFile
 from longleaf.little_endian import pack
 from tests.support.service import byte_tokenizer
 from tests.support.tokenizers import MERGES, metaspace_tokenizer
@@ -91,6 +91,30 @@ def test_the_bytes_of_a_span_are_those_of_its_tokens(
     assert reported[0] == reported[1] or (
         max(start, lead) <= first and last <= end and found.bytes_of(first, last) == reported
     )
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 20), st.lists(st.integers(1, 9), max_size=4)), min_size=1, max_size=3),
+    places=st.tuples(PLACE, PLACE),
+)
+@settings(max_examples=50, deadline=None)
+def test_files_of_bytes_are_those_of_the_first_and_the_last(
+    sizes: list[tuple[int, list[int]]], places: tuple[int, int]
+) -> None:
+    parts, names = list[DocumentPart](), list[str]()
+    for number, (num_unnamed, files) in enumerate(sizes):
+        part = document("bytes", "x" * (num_unnamed + sum(files)), [], 0)
+        names += [""] * num_unnamed
+        begun = list[TextFile]()
+        for index, size in enumerate(files):
+            begun.append(TextFile(f"{number}-{index}", num_unnamed + sum(files[:index])))
+            names += [begun[-1].name] * size
+        assert part.text is not None
+        parts.append(replace(part, text=replace(part.text, files=tuple(begun))))
+    found = TextMap(parts, tokenizer_of("bytes").alphabet)
+    start, end = sorted(place % (len(names) + 1) for place in places)
+    own = names[start:end] or [*names, ""][start : start + 1]
+    assert found.file_names(start, end) == (own[0], own[-1] if own[-1] != own[0] else "")
 
 
 @pytest.mark.sampled(2)

@@ -156,3 +156,12 @@ async def test_missing_file_is_reported_before_any_is_read(terminal: Terminal, b
     for options in ((), ("--token-ids", "json")):
         code, _, err = await terminal.run("ingest", book, "/nowhere", "--name", "moby", *options)
         assert (code, err) == (2, "error: file: /nowhere cannot be read: No such file or directory\n")
+
+
+async def test_piped_table_is_not_cut(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    name = "a-book-with-a-name-" + "x" * 100
+    terminal.engine.contexts[name] = [1, 2, 3]
+    code, out, _ = await terminal.run("contexts", "list")
+    assert code == 0
+    assert name in out and "expires" in out and "…" not in out

@@ -39,6 +39,21 @@ def test_place_of_extracted_text_is_its_page() -> None:
     assert cite(SOURCE, text).place == cite(SOURCE, text).label == "report.pdf, page 7"
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "place"),
+    [
+        ("a.txt", "b/c.txt", "a.txt:7 to b/c.txt"),
+        ("report.pdf, page 7", "report.pdf, page 8", "report.pdf, page 7 to page 8"),
+        ("report.pdf, page 7", "notes.md", "report.pdf, page 7 to notes.md"),
+        ("notes.md", "slides.pptx, slide 1", "notes.md:7 to slides.pptx, slide 1"),
+    ],
+)
+def test_place_of_text_of_several_files_names_the_first_and_the_last(first: str, last: str, place: str) -> None:
+    text = ContextText(text="x\ny", token_start=4, token_end=9, file=first, line=7, last_file=last)
+    found = cite(SOURCE, text)
+    assert (found.place, found.line_end) == (place, None)
+
+
 def test_label_is_the_best_known_position() -> None:
     def label(**text: Any) -> str:
         return cite(SOURCE, ContextText(token_start=4, token_end=9, **text)).label
