@@ -147,8 +147,7 @@ class Service:
             devices = [ready.device for ready in readies]
             notes += idle_processors(config.world_size, config.threads_per_rank, devices, num_processors())
         if config.has_shares:
-            largest = human_bytes(max(ready.weight_bytes for ready in readies))
-            notes += (f"weights: at most {largest} on each rank; after a loss, answers wait for the replacement",)
+            notes += (describe_weights(max(ready.weight_bytes for ready in readies), config.spare_ranks),)
         logged = [note for ready in readies for note in ready.notes]
         if self._config.telemetry.log_level in ("debug", "info"):
             logged = [detail for ready in readies for detail in ready.details] + logged
@@ -396,6 +395,15 @@ def _num_failed(files: Certificates | Credentials) -> int:
 def _is_unusable(files: Certificates | Credentials) -> bool:
     """Whether the current content is invalid."""
     return files.is_unusable
+
+
+def describe_weights(most_bytes: int, num_spare: int) -> str:
+    """A start-up note about sharded weights: the bytes of each rank, and the effect of a loss."""
+    note = f"weights: at most {human_bytes(most_bytes)} on each rank"
+    if not num_spare:
+        return f"{note}; if a rank is lost, answers wait until a replacement has read its weights (see --spare-ranks)"
+    room = "a lost rank" if num_spare == 1 else f"{num_spare:,} lost ranks"
+    return f"{note}, and room for those of {room}: the other ranks read them and continue at once"
 
 
 def idle_processors(world_size: int, num_threads: int, devices: Sequence[str], num_here: int) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from longleaf.options import (
     seconds,
 )
 from longleaf.resources import num_processors
+from longleaf.shares import NUM_PARTS
 
 Launcher = Literal["ray", "local"]
 LauncherChoice = Literal["auto", "ray", "local"]
@@ -103,8 +104,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             SERVICE,
             "Weights of the model on each rank; whole: all of them; sharded: an equal part, so that a model may be "
             "larger than the memory of one rank; auto: sharded where whole ones do not fit into 90 % of the memory of "
-            "each rank of this machine. Sharded ranks exchange more in every layer, and after a loss they wait for the "
-            "replacement.",
+            "each rank of this machine. Sharded ranks exchange more in every layer.",
         ),
     ] = "auto"
     """Commands replace auto before ranks start (`longleaf.weights_choice`); elsewhere it means whole."""
@@ -277,6 +277,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             limit=Limit(0, 1 << 20),
         ),
     ] = 6
+    spare_ranks: Annotated[
+        int,
+        Option(
+            LOSSES,
+            "With --weights sharded: number of lost ranks for whose weights the others have room. They read those "
+            "weights and continue at once; without room, answers wait for the replacement. The room is taken "
+            "from that for keys.",
+            limit=Limit(0, 4095),
+        ),
+    ] = 0
     share_prefixes: Annotated[
         bool,
         Option(
@@ -332,6 +342,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_limits(self)
         if self.window_bytes is not None and self.window_keys == "sharded":
             raise InvalidArgument("window_bytes", "requires window_keys replicated; sharded keys share one pool")
+        if self.has_shares and self.world_size > NUM_PARTS:
+            raise InvalidArgument("world_size", f"at most {NUM_PARTS} ranks can share weights, not {self.world_size:,}")
+        if self.has_shares and self.spare_ranks >= self.world_size:
+            raise InvalidArgument("spare_ranks", f"{self.spare_ranks} is not below the {self.world_size} ranks")
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True):

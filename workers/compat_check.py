@@ -112,7 +112,7 @@ def measure_shares(config: EngineConfig) -> tuple[tuple[int, ...], str, Exchange
         return (), str(error), None
     found = weight_plan.exchanges
     exchanges = ExchangeReport(merges=len(known.model.layers), gathers=found.gathers, sums=found.sums)
-    return tuple(share_bytes(known, weight_plan, Share(index, count)) for index in range(count)), "", exchanges
+    return tuple(share_bytes(known, weight_plan, Share.even(index, count)) for index in range(count)), "", exchanges
 
 
 def chosen_weights(weight_bytes: int, config: EngineConfig) -> WeightsChoice:

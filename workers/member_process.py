@@ -14,7 +14,7 @@ import msgspec
 from longleaf.errors import ExchangeAborted, RankLost, StartError
 from longleaf.rank_protocol.encoding import FromRank, ToRank
 from longleaf.rank_protocol.group_messages import GroupFailure, Join, KvLayout, OpenStore, StoreOpened
-from longleaf.rank_protocol.member_messages import Load, Loaded, MemberProgress, Stop
+from longleaf.rank_protocol.member_messages import Hold, Load, Loaded, MemberProgress, Stop, WeightsReady
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Outcome, Save
 from longleaf.rank_protocol.step import StepPlan
@@ -165,9 +165,9 @@ class MemberProcess:
         """
         self._transport.send(self._rank.make_hello())
         match self._transport.receive():
-            case Load(share):
+            case Load(parts):
                 with capturing_logs() as self._captured_logs:
-                    self._rank.load(share)
+                    self._rank.load(parts)
                 self._transport.send(Loaded(self._member))
             case Stop():
                 return
@@ -196,6 +196,9 @@ class MemberProcess:
                 self._start(plan)
             case Save() | Fetch() | Discard() as order:
                 self._rank.submit_order(order, self._answer_order)
+            case Hold(parts):
+                self._leave_epoch()  # an error from now on ends the process
+                self._transport.send(WeightsReady(self._member, self._rank.hold(parts)))
             case StepPlan(epoch=epoch) | KvLayout(epoch=epoch) | OpenStore(epoch=epoch) | Join(epoch=epoch) if (
                 self._is_over(epoch)
             ):

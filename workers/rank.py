@@ -1,7 +1,10 @@
 """One rank: a model, its share of the KV cache, and the epochs that it joins."""
 
+import logging
 import os
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from longleaf.comm.process_group import (
 from longleaf.config import cache_folder
 from longleaf.errors import ModelRefused, StartError
 from longleaf.fingerprint import Fingerprint, read_fingerprint
+from longleaf.formatting import human_bytes
 from longleaf.kernels import registry
 from longleaf.kernels.backend import Backend
 from longleaf.kernels.cpu.compiled import NativeBackend
@@ -32,6 +36,7 @@ from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.snapshots import Discard, Failure, Fetch, Order, Outcome, Save, Saved
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.runs import ceil_div
+from longleaf.shares import most_parts
 from longleaf.storage.store import Store as Storage
 from longleaf.topology import Topology, too_few_gpus
 from workers.cuda_graphs.graphs import CudaGraphs, Graphs
@@ -44,6 +49,7 @@ from workers.kv_cache.workspace_estimate import room_for_graphs
 from workers.kv_io.kv_io import ENDED, NOT_RESIDENT, KvIo, OpenStore
 from workers.kv_io.kv_piece import form_of
 from workers.model import model as models
+from workers.model.local_weights import LocalWeights
 from workers.model.sharded_layers import RowExchange, processor_of
 from workers.model.sharded_model import load_share
 from workers.model.weight_shares import Share
@@ -52,6 +58,7 @@ from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.sampler import CpuSampler
 from workers.step.last_tokens import DeviceIds, HostIds, LastTokens
 
+log = logging.getLogger(__name__)
 OPEN_WITHOUT_PROBE: OpenStore = partial(Storage.open, probe=False)
 """Opens a storage without a write test: read-only storage is still readable."""
 
@@ -91,6 +98,8 @@ class Rank:
         """The reason why the model was not compared with plain attention; empty if it was."""
         self._exchange: RowExchange | None = None
         """The exchanges of sharded weights."""
+        self._weights: LocalWeights | None = None
+        """The weights of this rank, if they are sharded."""
         self._must_verify = True
         """Whether no epoch has compared a model with sharded weights."""
         self._fence = ExchangeAborter()
@@ -113,15 +122,15 @@ class Rank:
         except ModelRefused as error:  # reported with those of other machines, which may have the model
             return msgspec.structs.replace(hello, missing=str(error))
 
-    def load(self, share: int = 0) -> None:
-        """Loads the model, or this share of its weights, and allocates the pool. Raises ModelRefused or StartError."""
+    def load(self, parts: Sequence[int] = ()) -> None:
+        """Loads the model, or these parts of its weights, and allocates the pool. Raises ModelRefused or StartError."""
         if self.device == "cpu":
             torch.set_num_threads(self.config.threads_per_rank)
         else:  # must come first: Triton launches kernels on the current device, which is initially GPU 0
             torch.cuda.set_device(self.device)
         config, num_ranks_here = self.config, self._spec.num_ranks_here
         check_kv_bytes(config, self.device, num_ranks_here, self._ranks_per_gpu)
-        model = self._load_model(share)
+        model = self._load_model(parts)
         backend = registry.choose(config.kernels, self.device, model.dtype)
         if isinstance(backend, NativeBackend):
             use_native_linear(model.module, backend.product)
@@ -129,14 +138,15 @@ class Rank:
             self._exactness_note = verify_model(model, backend, config, self._fingerprint, self._records)
         self.allocate_pool(model, backend)
 
-    def _load_model(self, share: int) -> models.Model:
-        """The model with all weights or, if they are sharded, with this share."""
+    def _load_model(self, parts: Sequence[int]) -> models.Model:
+        """The model with all weights or, if they are sharded, with these parts."""
         config = self.config
         if not config.has_shares:
             return models.load(config.model, config.dtype, self.device)
-        model = load_share(config.model, config.dtype, self.device, Share(share, config.world_size)).model
-        self._exchange = model.exchange
-        return model
+        found = load_share(config.model, config.dtype, self.device, Share(tuple(parts), config.world_size))
+        self._exchange, self._weights = found.model.exchange, found.weights
+        spare_bytes = found.weights.room(most_parts(config.world_size, config.spare_ranks)) if config.spare_ranks else 0
+        return replace(found.model, spare_bytes=spare_bytes)
 
     @property
     def _verifies_model(self) -> bool:
@@ -171,8 +181,24 @@ class Rank:
             form=form_of(self.pool, of_windows=False),
             form_of_windows=form_of(self.pool, of_windows=True),
             weight_bytes=sum(parameter.nbytes for parameter in model.module.parameters()),
+            weight_parts=0 if self._weights is None else len(self._weights.share.parts),
             exactness_note=self._exactness_note,
         )
+
+    def hold(self, parts: Sequence[int]) -> int:
+        """Uses these parts of the weights from the next epoch on, and reads those that are not in memory. Returns the
+        bytes that were read. Raises RuntimeError within an epoch, or if the weights are not sharded, and the errors of
+        reading.
+        """
+        if self._weights is None:
+            raise RuntimeError("this rank holds all weights")
+        began = time.monotonic()
+        num_bytes = self._weights.hold(parts)
+        seconds = time.monotonic() - began
+        log.info("weights: this rank holds %d parts; read %s in %.1f s", len(parts), human_bytes(num_bytes), seconds)
+        weight_bytes = sum(parameter.nbytes for parameter in self.model.module.parameters())
+        self._ready = msgspec.structs.replace(self._ready, weight_bytes=weight_bytes, weight_parts=len(parts))
+        return num_bytes
 
     def open_store(self) -> int:
         """Opens the rendezvous store of the next epoch and returns its port. Raises OSError if it cannot listen."""
@@ -244,8 +270,12 @@ class Rank:
         self._ready = msgspec.structs.replace(self._ready, exactness_note=self._exactness_note)
 
     def set_layout(self, layout: KvLayout) -> None:
-        """Replaces the block table of the current epoch by the layout."""
+        """Replaces the block table of the current epoch by the layout. All ranks have joined, so weights that others
+        hold now are released.
+        """
         self._session.set_layout(layout)
+        if self._weights is not None:
+            self._weights.drop_surplus()
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Runs one step; rank 0 returns the sampled tokens."""

@@ -1,6 +1,6 @@
 """A rank as its member process sees it, without torch: its interface, and the steps that it has begun."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from longleaf.rank_protocol.group_messages import Join, KvLayout, Ready
@@ -43,8 +43,14 @@ class RankRuntime(Protocol):
         """The hello message of the member. The first member of a machine adds the fingerprint of the model."""
         ...
 
-    def load(self, share: int = 0) -> None:
-        """Loads the model, or this share of its weights, and allocates the pool. Raises ModelRefused."""
+    def load(self, parts: Sequence[int] = ()) -> None:
+        """Loads the model, or these parts of its weights, and allocates the pool. Raises ModelRefused."""
+        ...
+
+    def hold(self, parts: Sequence[int]) -> int:
+        """Outside of epochs: uses these parts of the weights from now on, and reads those that are not in memory.
+        Returns the bytes that were read.
+        """
         ...
 
     def open_store(self) -> int:

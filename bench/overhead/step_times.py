@@ -40,8 +40,11 @@ class TimedRank:
     def make_hello(self) -> Hello:
         return self._rank.make_hello()
 
-    def load(self, share: int = 0) -> None:
-        self._rank.load(share)
+    def load(self, parts: Sequence[int] = ()) -> None:
+        self._rank.load(parts)
+
+    def hold(self, parts: Sequence[int]) -> int:
+        return self._rank.hold(parts)
 
     def open_store(self) -> int:
         return self._rank.open_store()

@@ -80,7 +80,7 @@ def _load(there: Connection, folder: str, index: int, count: int) -> None:
     torch.set_num_threads(1)
     there.send("ready")
     there.recv()
-    found = load_share(folder, "auto", "cpu", Share(index, count))
+    found = load_share(folder, "auto", "cpu", Share.even(index, count))
     sizes = [parameter.nbytes for parameter in models.build_on_meta(models.read_config(folder), "auto").parameters()]
     local_bytes = sum(parameter.nbytes for parameter in found.model.module.parameters())
     there.send({"held": local_bytes, "read": found.num_bytes_read, "whole": sum(sizes), "largest": max(sizes)})
@@ -100,7 +100,7 @@ def measure_time(folder: Path, counts: tuple[int, ...], repeats: int) -> Row:
             if count == 1:
                 found: object = models.load(str(folder), "auto", "cpu")
             else:
-                found = load_share(str(folder), "auto", "cpu", Share(turn % count, count))
+                found = load_share(str(folder), "auto", "cpu", Share.even(turn % count, count))
             times.append(time.perf_counter() - began)
             del found
             gc.collect()

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from longleaf.rank_protocol.member_messages import Heartbeat, Hello, Loaded, MemberProgress
+from coordinator.cluster.weight_deal import NO_PARTS, Parts
+from longleaf.rank_protocol.member_messages import Heartbeat, Hello, Loaded, MemberProgress, WeightsReady
 
 IS_SILENT = 2
 """Missed heartbeats after which a member counts as silent."""
@@ -13,8 +14,16 @@ class Member:
     """One worker process."""
 
     number: int
-    share: int = 0
-    """The share of the weights that the member holds, if they are sharded."""
+    slot: int = 0
+    """Its slot: the index of its rank in the first epoch, or that of the member that it replaces."""
+    parts: Parts = NO_PARTS
+    """The parts of the weights that the member has in memory or is reading, if they are sharded."""
+    used_parts: Parts = NO_PARTS
+    """Those that it uses."""
+    num_bytes_read: int = 0
+    """Bytes of weights that the member has read since it was loaded."""
+    is_reading: bool = False
+    """The member was ordered to use other parts, and has not answered."""
     hello: Hello | None = None
     is_loading: bool = False
     """The member was ordered to load the model."""
@@ -36,13 +45,16 @@ class Member:
     def is_silent(self) -> bool:
         return self.num_missed_heartbeats is None or self.num_missed_heartbeats > IS_SILENT
 
-    def on_message(self, message: Hello | Loaded | Heartbeat) -> None:
+    def on_message(self, message: Hello | Loaded | WeightsReady | Heartbeat) -> None:
         """Update the state from a message. Raises ValueError for a message that is repeated or arrives too early."""
         match message:
             case Hello() if self.hello is None:
                 self.hello = message
             case Loaded() if self.is_loading:
                 self.is_loaded = True
+            case WeightsReady() if self.is_reading:
+                self.is_reading = False
+                self.num_bytes_read += message.num_bytes
             case Heartbeat():
                 self.progress = message.progress
                 self.num_heartbeats += 1

@@ -12,9 +12,10 @@ from coordinator.cluster.heartbeat_monitor import HeartbeatMonitor
 from coordinator.cluster.member import Member
 from coordinator.cluster.model_consistency import check_joiner
 from coordinator.cluster.ports import EpochEnd, Kill, LocationOf, MemberEvent, MemberLost
+from coordinator.cluster.weight_deal import NO_PARTS, Holding, Parts, WeightDealer
 from coordinator.task_set import TaskSet
 from longleaf.errors import StartError
-from longleaf.rank_protocol.member_messages import Died, Hello, Load
+from longleaf.rank_protocol.member_messages import Died, Hello, Hold, Load
 from longleaf.rank_protocol.rank_spec import ConnectInfo
 
 log = logging.getLogger(__name__)
@@ -27,11 +28,20 @@ class MemberRegistry:
     Needs a running event loop. Every method except `report_exit` must be called on the thread of that loop.
     """
 
-    def __init__(self, channel: ControlSocket, kill: Kill, location_of: LocationOf, heartbeat_timeout: float) -> None:
+    def __init__(
+        self,
+        channel: ControlSocket,
+        kill: Kill,
+        location_of: LocationOf,
+        heartbeat_timeout: float,
+        dealer: WeightDealer | None = None,
+    ) -> None:
+        """`dealer` deals sharded weights; None: every member holds all weights."""
         self._channel = channel
         self._kill_process = kill
         self.location_of = location_of
         self._loop = asyncio.get_running_loop()
+        self._dealer = dealer
         self._members: dict[int, Member] = {}
         self._next = 0
         self._reference_hellos: tuple[Hello, ...] = ()
@@ -107,12 +117,10 @@ class MemberRegistry:
 
     # --- beginning ---
 
-    def invite(self, share: int = 0) -> tuple[int, ConnectInfo]:
-        """Return the number of a new member, which will hold `share` of the weights if they are sharded, and the
-        information that it needs to connect.
-        """
+    def invite(self, slot: int = 0) -> tuple[int, ConnectInfo]:
+        """Return the number of a new member for a slot, and the information that it needs to connect."""
         number, self._next = self._next, self._next + 1
-        self._members[number] = Member(number, share)
+        self._members[number] = Member(number, slot)
         return number, self._channel.invite(number)
 
     def withdraw(self, number: int) -> None:
@@ -125,9 +133,47 @@ class MemberRegistry:
         self._reference_hellos = self.hellos
 
     def load(self, members: Sequence[Member]) -> None:
+        """Order members to load the model; with sharded weights, the parts that they will hold together with the others
+        that have loaded or are loading.
+        """
+        present = [member for member in self if member.is_loading and not member.loss_reason]
+        dealt = self._deal([*present, *members])
         for member in members:
             member.is_loading = True
-            self._channel.send([member.number], Load(member.share))
+            member.parts = member.used_parts = dealt.get(member.number, NO_PARTS)
+            self._channel.send([member.number], Load(tuple(sorted(member.parts))))
+
+    def _deal(self, members: Sequence[Member]) -> dict[int, Parts]:
+        """The parts of the weights that members will hold; empty if every member holds all weights."""
+        if self._dealer is None:
+            return {}
+        return self._dealer.deal(
+            [
+                Holding(one.number, one.slot, one.parts, is_new=not one.parts or one.number not in self.ranks)
+                for one in members
+            ]
+        )
+
+    async def hold_parts(self, members: Sequence[Member]) -> bool:
+        """Make members use all parts of sharded weights, each part once, and read those that they lack. Return whether
+        all members still exist. May be cancelled.
+        """
+        for number, parts in self._deal(members).items():
+            member = self._members.get(number)
+            if member is None:
+                return False
+            if parts != member.used_parts or member.is_reading:
+                member.parts = member.parts if parts <= member.parts else parts
+                member.used_parts = parts
+                member.is_reading = True
+                self._channel.send([number], Hold(tuple(sorted(parts))))
+        await self.wait_until(lambda: all(not one.is_reading or one.loss_reason for one in members))
+        return not any(one.loss_reason for one in members)
+
+    def drop_surplus(self, members: Sequence[Member]) -> None:
+        """Record that members release the parts that they do not use: their epoch has formed."""
+        for member in members:
+            member.parts = member.used_parts
 
     async def admit(self, number: int) -> None:
         """Order a new member to load the model once its hello has arrived; the member can then join the next epoch.

@@ -161,6 +161,11 @@ class Ranks(Protocol):
         """
         ...
 
+    @property
+    def missing_weights(self) -> float:
+        """The fraction of sharded weights that no member holds: the next epoch forms once members have read it."""
+        ...
+
     async def wait_joinable(self) -> None:
         """Wait until a member outside the epoch has loaded the model. May be cancelled."""
         ...

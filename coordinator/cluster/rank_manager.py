@@ -30,15 +30,17 @@ from coordinator.cluster.ports import (
 )
 from coordinator.cluster.rank_logs import RankLogForwarder
 from coordinator.cluster.snapshot_requests import SnapshotRequests
+from coordinator.cluster.weight_deal import NO_PARTS, WeightDealer
 from longleaf.config import LOOPBACK, EngineConfig
 from longleaf.errors import GroupFailed, LongleafError, StartError, Unavailable
 from longleaf.formatting import human_seconds
 from longleaf.rank_protocol.encoding import FromRank
 from longleaf.rank_protocol.group_messages import GroupFailure, MergeTiming, Ready, StoreOpened
 from longleaf.rank_protocol.log_messages import Logged
-from longleaf.rank_protocol.member_messages import Died, Heartbeat, Hello, Loaded
+from longleaf.rank_protocol.member_messages import Died, Heartbeat, Hello, Loaded, WeightsReady
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Save, Saved
 from longleaf.rank_protocol.step import StepResult
+from longleaf.shares import NUM_PARTS
 from longleaf.topology import Topology
 from longleaf.types import Loss
 
@@ -85,9 +87,10 @@ class RankManager:
     ) -> None:
         self._config = config
         self._channel = ControlSocket(config, host, self._on_message)
-        self.registry = MemberRegistry(self._channel, kill, location_of, config.heartbeat_timeout)
+        self._dealer = WeightDealer.from_config(config)
+        self.registry = MemberRegistry(self._channel, kill, location_of, config.heartbeat_timeout, self._dealer)
         """The live members."""
-        self.invitations = tuple(self.registry.invite(share)[1] for share in range(config.world_size))
+        self.invitations = tuple(self.registry.invite(slot)[1] for slot in range(config.world_size))
         """The connection information of the first members, in the order of their numbers."""
         self._group = self._begin(0, list(self.registry))
         self._form_seconds = config.rendezvous_timeout
@@ -193,7 +196,7 @@ class RankManager:
         for number in range(epoch, epoch + MAX_ATTEMPTS):
             if number == epoch + MAX_ATTEMPTS // 2:
                 self._end_newcomers(before)
-            members = in_rank_order(await self._wait_loaded(verdict), before)
+            members = in_rank_order(await self._wait_weights(verdict), before)
             try:
                 async with asyncio.timeout(self._form_seconds):
                     formation = await self._form_epoch(number, members)
@@ -217,10 +220,28 @@ class RankManager:
             for number in set(loaded).difference(before):
                 self.registry.kill(number, "every epoch with it failed to form")
 
+    async def _wait_weights(self, verdict: asyncio.Future[EpochEnd]) -> list[Member]:
+        """Wait until the members of the next epoch hold all weights, each part once, and return them. Members that read
+        for longer than the start timeout are killed. Raises as `_wait_loaded`.
+        """
+        while True:
+            members = await self._wait_loaded(verdict)
+            if self._dealer is None:
+                return members
+            try:
+                async with asyncio.timeout(self._config.start_timeout):
+                    if await self.registry.hold_parts(members):
+                        return members
+            except TimeoutError:
+                seconds = human_seconds(self._config.start_timeout)
+                for member in members:
+                    if member.is_reading:
+                        self.registry.kill(member.number, f"did not read its part of the weights within {seconds}")
+
     async def _wait_loaded(self, verdict: asyncio.Future[EpochEnd]) -> list[Member]:
         """Wait until all pending kills have finished and at least one member has loaded the model; with sharded weights
-        one for each share. Return the members that can join the next epoch. Raises the verdict of the previous epoch if
-        there are none, or if a share has no replacement.
+        as many as have room for all parts. Return the members that can join the next epoch. Raises the verdict of the
+        previous epoch if there are none or too few, and no replacement is pending.
         """
         registry = self.registry
         await registry.wait_killed()
@@ -231,11 +252,16 @@ class RankManager:
 
     @property
     def _is_complete(self) -> bool:
-        """Whether the loaded members hold all weights."""
-        loaded = self.registry.loaded()
-        if not self._config.has_shares:
-            return bool(loaded)
-        return {member.share for member in loaded} == set(range(self._config.world_size))
+        """Whether the loaded members have room for all weights."""
+        return len(self.registry.loaded()) >= (self._dealer.min_ranks if self._dealer is not None else 1)
+
+    @property
+    def missing_weights(self) -> float:
+        """The fraction of the weights that no loaded member holds."""
+        if self._dealer is None:
+            return 0.0
+        present = NO_PARTS.union(*(member.parts for member in self.registry.loaded() if not member.is_reading))
+        return 1 - len(present) / NUM_PARTS
 
     @property
     def _is_changing(self) -> bool:
@@ -253,6 +279,7 @@ class RankManager:
         self._merges = self._merges or formation.readies[0].merges
         for member in members:
             member.num_late = 0
+        self.registry.drop_surplus(members)
         return formation
 
     async def _attribute_late(self) -> None:
@@ -301,7 +328,7 @@ class RankManager:
             case Logged():
                 self._records.log_records(member, message)
                 return
-            case Hello() | Loaded() | Heartbeat():
+            case Hello() | Loaded() | WeightsReady() | Heartbeat():
                 member.on_message(message)
             case Saved() | Fetched():
                 self._orders.on_outcome(message)

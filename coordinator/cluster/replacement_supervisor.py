@@ -36,8 +36,8 @@ class Slot:
 
     member: int
     config: EngineConfig
-    share: int = 0
-    """The share of the weights that its members hold, if they are sharded."""
+    index: int = 0
+    """Its number among the slots."""
     num_failed: int = 0
     """Consecutive replacements that were lost before they had a rank."""
     has_rank: bool = True
@@ -89,7 +89,7 @@ class ReplacementSupervisor:
         self._clock = clock
         self._sleep = sleep
         self._throttle = ReplacementThrottle(config.max_losses_per_minute)
-        self._slots = [Slot(ready.member, pinned(config, ready), share) for share, ready in enumerate(readies)]
+        self._slots = [Slot(ready.member, pinned(config, ready), index) for index, ready in enumerate(readies)]
         self._is_closed = False
         registry.attach_supervisor(self._on_event)
         for slot in self._slots:
@@ -171,7 +171,7 @@ class ReplacementSupervisor:
 
     async def _start(self, slot: Slot) -> int | None:
         """Starts a process in the slot; returns its member number, or None if that failed."""
-        number, invitation = self._registry.invite(slot.share)
+        number, invitation = self._registry.invite(slot.index)
         try:
             await self._fleet.replace(slot.member, number, invitation, slot.config)
         except Exception as error:  # the cause, such as an unreachable machine, may be temporary

@@ -41,7 +41,7 @@ from longleaf.positions import Rotary
 from longleaf.rank_protocol.group_messages import Ready
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.tenants import DEFAULT_TENANT
-from longleaf.types import Cluster, ContextSettings, ModelInfo, SkippedContext, expired
+from longleaf.types import Cluster, ContextSettings, ModelInfo, Recovering, SkippedContext, expired
 
 Observer = Callable[[StepPlan, StepResult], None]
 """Receives each step with its result, in order, while the ranks work on the next one. It must be fast, and must not
@@ -194,6 +194,8 @@ class Engine:
             lambda: self._pause(request_id, False),
         )
         self._readers.add(request_id, stream, num_open)
+        if self._epochs.missing_weights:
+            stream.put(Recovering(0, 0, 0, self._epochs.missing_weights))
         self._work_available.set()
         return stream
 
@@ -220,7 +222,14 @@ class Engine:
         """Return the live ranks and the load. `model` and `launcher` are copied into the result."""
         scheduler, losses, latest = self._open(), self._ranks.losses, self._recoveries.latest
         found = view_cluster(scheduler, self._config, self._epochs.current, losses, self.exactness_note)
-        return replace(found, model=model, launcher=launcher, recovery=latest, storage=self._store.view())
+        return replace(
+            found,
+            model=model,
+            launcher=launcher,
+            recovery=latest,
+            storage=self._store.view(),
+            missing_weights=self._epochs.missing_weights,
+        )
 
     @property
     def counts(self) -> Counts:
@@ -426,7 +435,7 @@ class Engine:
                 self._run_once(scheduler)
                 if self._epochs.is_over or (self._epochs.may_grow and not self._steps):
                     await self._steps.abandon()
-                    await self._epochs.form_next(scheduler, lambda: self._publish(scheduler))
+                    await self._epochs.form_next(scheduler, lambda: self._publish_change(scheduler))
                 else:
                     await self._wait(scheduler)
         except asyncio.CancelledError:
@@ -483,6 +492,11 @@ class Engine:
             self._store.run_pending()
         except Exception as error:  # lost data is recomputed, or waits for the next turn
             log.error("storage check failed: unexpected error", exc_info=error)
+
+    def _publish_change(self, scheduler: Scheduler) -> None:
+        """Publish the outcomes of a change of ranks, and the cluster."""
+        self._publish(scheduler)
+        self.changes.record()
 
     async def _wait(self, scheduler: Scheduler) -> None:
         """Wait for work, at most until the deadline of a request or the expiry of a context."""

@@ -133,6 +133,8 @@ def view_worker(
         max_tokens=max_tokens,
         kv_bytes=_kv_bytes(ready, num_tokens, num_windowed),
         max_kv_bytes=_kv_bytes(ready, max_tokens, max_windowed),
+        weight_bytes=ready.weight_bytes,
+        weight_parts=ready.weight_parts,
     )
 
 

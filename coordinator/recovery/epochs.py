@@ -86,6 +86,8 @@ class Epochs:
         """Consecutive epochs that broke before a step was answered."""
         self._num_answered = 0
         """Steps answered before the current epoch."""
+        self.missing_weights = 0.0
+        """The fraction of the weights that no rank holds, while the next epoch forms; see `Ranks.missing_weights`."""
 
     @property
     def is_begun(self) -> bool:
@@ -154,6 +156,9 @@ class Epochs:
             scheduler.job_recovery.roll_back(end.steps, LOSS_SCORE if isinstance(end.error, RankLost) else BREAK_SCORE)
         else:
             scheduler.job_recovery.roll_back()
+        self.missing_weights = self._ranks.missing_weights
+        if self.missing_weights:
+            scheduler.job_recovery.report_missing_weights(self.missing_weights)
         notify()
         while True:
             await self._note(number := self.current.number + 1)
@@ -169,6 +174,7 @@ class Epochs:
                 await formation.group.send_layout(KvLayout(formation.epoch, scheduler.segments.layout()))
                 break
             scheduler.job_recovery.roll_back()
+        self.missing_weights = 0.0
         self.watch()
         notify()
 

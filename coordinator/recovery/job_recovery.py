@@ -205,6 +205,17 @@ class JobRecovery:
                 progress_by_request[job.request.id] = progress
         self._lifecycle.outcomes.extend(progress_by_request.items())
 
+    def report_missing_weights(self, fraction: float) -> None:
+        """Reports to all requests that they wait until ranks have read this fraction of the weights."""
+        total = self._recovery.total or Recovering(0, 0, 0)
+        waiting = {
+            job.request.id: Recovering(
+                self._placements.num_lost(job.request.origin), total.recovered_tokens, total.total_tokens, fraction
+            )
+            for job in self._lifecycle.requests.jobs()
+        }
+        self._lifecycle.outcomes.extend(waiting.items())
+
     # --- dropped contexts ---
 
     def pop_dropped(self) -> list[ContextDropped]:

@@ -56,6 +56,15 @@ class Gauges:
                 "kv_cache_capacity_tokens", "Capacity of its pool in tokens.", workers, lambda w: w.max_tokens
             ),
             self._by_rank("kv_cache_usage_ratio", "Used share of the capacity.", workers, _used),
+            self._by_rank(
+                "weight_bytes", "Bytes of the model's weights on the rank.", workers, lambda w: w.weight_bytes
+            ),
+            self._gauge(
+                "missing_weights_ratio",
+                "Fraction of sharded weights that no rank holds, while all answers wait for it.",
+                {},
+                cluster.missing_weights,
+            ),
             *self._of_merges(cluster),
         ]
 

@@ -76,6 +76,8 @@ class WaitStatus:
                 self._text = f"queued {place}"
             case Progress(processed, total):
                 self._text = f"read {processed} of {total} tokens"
+            case Recovering(missing_weights=fraction) if fraction:
+                self._text = f"recovering, {fraction:.0%} of the weights are being read"
             case Recovering():
                 self._text = f"recovering, {event.recovered_tokens} of {event.total_tokens} tokens"
             case _:

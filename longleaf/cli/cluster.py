@@ -19,6 +19,7 @@ from longleaf.cli.flags import takes_server
 from longleaf.cli.options import AsJson, ServerOptions, connect, exactness_line, print_json
 from longleaf.formatting import human_angle, human_bytes, human_seconds
 from longleaf.positions import UNLIMITED_TOKENS
+from longleaf.shares import NUM_PARTS
 from longleaf.topology import Topology
 from longleaf.types import Cluster, Drafting, Loss, ModelInfo, Recovery, Storage
 
@@ -104,6 +105,7 @@ def headlines(found: Cluster) -> list[str]:
         f"world size {found.world_size} by {found.launcher}, epoch {found.epoch}",
         *merge_lines(found),
         *window_lines(found),
+        *weight_lines(found),
         f"answers are {exactness_line(found)}",
         *([] if is_hidden(found) else [f"{found.running} running, {found.waiting} waiting"]),
         *drafting_lines(found.drafting),
@@ -153,6 +155,14 @@ def window_lines(found: Cluster) -> list[str]:
         return []
     resident = "" if is_hidden(found) else f"{found.window_tokens:,} of "
     return [f"keys of windowed layers on every rank, {resident}{found.max_window_tokens:,} tokens"]
+
+
+def weight_lines(found: Cluster) -> list[str]:
+    """The parts of sharded weights on each rank, and the fraction for which answers wait."""
+    workers = [worker for worker in found.workers if worker.weight_parts]
+    shares = ", ".join(f"rank {one.rank} {human_bytes(one.weight_bytes)} ({one.weight_parts})" for one in workers)
+    waiting = f"waiting: {found.missing_weights:.0%} of the weights are on no rank" if found.missing_weights else ""
+    return [*([f"weights in {NUM_PARTS} parts: {shares}"] if shares else []), *([f"  {waiting}"] if waiting else [])]
 
 
 def drafting_lines(drafting: Drafting | None) -> list[str]:

@@ -125,6 +125,8 @@ class RecoveryLine:
         if recovering.lost_tokens:
             counts.append(f"{recovering.lost_tokens:,} left for this answer")
         message = f"restoring keys and values: {', '.join(counts)}"
+        if recovering.missing_weights:
+            message = f"waiting for weights of lost ranks: {recovering.missing_weights:.0%} of the model"
         if self._is_terminal:
             width = shutil.get_terminal_size().columns - 1
             self._out.write(f"{MAKE_ROOM}{SAVE}{BELOW}{message[:width]}{RESTORE}")

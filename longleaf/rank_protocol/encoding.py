@@ -12,14 +12,25 @@ from longleaf.rank_protocol.group_messages import (
     StoreOpened,
 )
 from longleaf.rank_protocol.log_messages import Logged
-from longleaf.rank_protocol.member_messages import Died, Heartbeat, Hello, Load, Loaded, Stop
+from longleaf.rank_protocol.member_messages import Died, Heartbeat, Hello, Hold, Load, Loaded, Stop, WeightsReady
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Save, Saved
 from longleaf.rank_protocol.step import StepPlan, StepResult
 
-ToRank = StepPlan | Load | OpenStore | Join | KvLayout | AbortExchanges | Save | Fetch | Discard | Stop
+ToRank = StepPlan | Load | Hold | OpenStore | Join | KvLayout | AbortExchanges | Save | Fetch | Discard | Stop
 
 FromRank = (
-    Hello | Loaded | StoreOpened | Ready | StepResult | Saved | Fetched | GroupFailure | Died | Heartbeat | Logged
+    Hello
+    | Loaded
+    | WeightsReady
+    | StoreOpened
+    | Ready
+    | StepResult
+    | Saved
+    | Fetched
+    | GroupFailure
+    | Died
+    | Heartbeat
+    | Logged
 )
 
 # created once, because creating a decoder takes ten times as long as decoding a plan

@@ -108,6 +108,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The same for the blocks of windows, if they are separate."""
     weight_bytes: int = 0
     """Bytes of the weights that the member holds."""
+    weight_parts: int = 0
+    """Number of parts of the weights, if they are sharded; 0: the member holds all weights."""
     exactness_note: str = ""
     """Reason why the member could not compare the model with plain attention; empty if it did, or was not asked to."""
 

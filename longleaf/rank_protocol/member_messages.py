@@ -12,8 +12,16 @@ HEARTBEAT_SECONDS = 1.0
 class Load(msgspec.Struct, frozen=True, tag="load"):
     """Coordinator to member: load the model. All machines have the same one."""
 
-    share: int = 0
-    """The share of the weights to hold, if they are sharded. There are as many shares as ranks."""
+    parts: tuple[int, ...] = ()
+    """The parts of the weights to hold, if they are sharded; see `longleaf.shares`."""
+
+
+class Hold(msgspec.Struct, frozen=True, tag="hold"):
+    """Coordinator to member, before an epoch: leave the previous epoch, and use these parts of the weights from now on.
+    Parts that are not in memory are read. If there are none, those that are no longer used remain in memory until the
+    next layout arrives."""
+
+    parts: tuple[int, ...]
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -37,6 +45,14 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """Member to coordinator: the model is loaded and the pool is allocated. The member can now join epochs."""
 
     member: int
+
+
+class WeightsReady(msgspec.Struct, frozen=True, tag="weights_ready"):
+    """Member to coordinator: it uses the parts of the last Hold message."""
+
+    member: int
+    num_bytes: int
+    """Bytes that it read from the checkpoint."""
 
 
 class Died(msgspec.Struct, frozen=True, tag="failed"):

@@ -57,6 +57,10 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """Attention implementation: `compiled`, `torch`, `flash`, `triton` or `dense`."""
     address: str = ""
     """Address at which the other ranks reach this rank."""
+    weight_bytes: int = 0
+    """Bytes of the model's weights."""
+    weight_parts: int = 0
+    """Parts of 240 of the weights, if they are sharded; 0: the rank holds all weights."""
 
 
 class Verify(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,3 +185,5 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """None without a data folder."""
     drafting: Drafting | None = None
     """None if the service does not publish it."""
+    missing_weights: float = 0.0
+    """The fraction of sharded weights that no rank holds, while all answers wait for it."""

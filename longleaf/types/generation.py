@@ -140,7 +140,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Recovering(msgspec.Struct, frozen=True):
-    """Ranks were lost, and the request waits until their keys and values are recomputed."""
+    """Ranks were lost, and the request waits until their keys and values are recomputed, or their weights are read."""
 
     lost_tokens: int
     """Tokens of this request whose keys and values are still missing."""
@@ -148,6 +148,8 @@ class Recovering(msgspec.Struct, frozen=True):
     """Recomputed tokens of the current recovery, over all contexts."""
     total_tokens: int
     """Total tokens of the current recovery. Both are 0 if tenants are isolated from each other."""
+    missing_weights: float = 0.0
+    """The fraction of the weights that no rank held after a loss: all answers wait until ranks have read them."""
 
 
 class Delta(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!longleaf/v1/cluster_service.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x13\n\x11GetClusterRequest\"O\n\x13WatchClusterRequest\x12\x38\n\x15min_interval_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x14WatchClusterResponse\x12%\n\x07\x63luster\x18\x01 \x01(\x0b\x32\x14.longleaf.v1.Cluster\"\x9e\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x1f\n\x17max_context_token_count\x18\x04 \x01(\x03\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\x03\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x11\n\trope_type\x18\x07 \x01(\t\x12\x14\n\x0clong_allowed\x18\x08 \x01(\x08\x12\x1b\n\x13\x66loat32_phase_error\x18\t \x01(\x01\x12\x1b\n\x13\x66loat64_phase_error\x18\n \x01(\x01\x12\x10\n\x08kv_dtype\x18\x0b \x01(\t\x12\x14\n\x0cquantization\x18\x0c \x01(\t\"\xb9\x01\n\x06Worker\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x13\n\x0btoken_count\x18\x05 \x01(\x03\x12\x17\n\x0fmax_token_count\x18\x06 \x01(\x03\x12\x10\n\x08kv_bytes\x18\x07 \x01(\x03\x12\x14\n\x0cmax_kv_bytes\x18\x10 \x01(\x03\x12\x0f\n\x07kernels\x18\x11 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x12 \x01(\t\"\xa4\x05\n\x07\x43luster\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.longleaf.v1.ModelInfo\x12$\n\x07workers\x18\x02 \x03(\x0b\x32\x13.longleaf.v1.Worker\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x10\n\x08launcher\x18\x05 \x01(\t\x12\r\n\x05merge\x18\x06 \x01(\t\x12\x15\n\rwaiting_count\x18\x07 \x01(\x05\x12\x15\n\rrunning_count\x18\x08 \x01(\x05\x12\x11\n\ttransport\x18\t \x01(\t\x12/\n\rmerge_timings\x18\n \x03(\x0b\x32\x18.longleaf.v1.MergeTiming\x12\r\n\x05\x65xact\x18\x0f \x01(\x08\x12\x16\n\x0e\x65xactness_note\x18! \x01(\t\x12\x19\n\x11\x62lock_token_count\x18\x13 \x01(\x05\x12\x13\n\x0bwindow_keys\x18\x17 \x01(\t\x12\x1a\n\x12window_token_count\x18\x18 \x01(\x03\x12\x1e\n\x16max_window_token_count\x18\x19 \x01(\x03\x12\x1c\n\x14intra_node_transport\x18\x1a \x01(\t\x12\x1c\n\x14inter_node_transport\x18\x1b \x01(\t\x12+\n\x0btier_merges\x18\x1c \x03(\x0b\x32\x16.longleaf.v1.TierMerge\x12\'\n\x08recovery\x18\x1d \x01(\x0b\x32\x15.longleaf.v1.Recovery\x12!\n\x06losses\x18\x1e \x03(\x0b\x32\x11.longleaf.v1.Loss\x12%\n\x07storage\x18\x1f \x01(\x0b\x32\x14.longleaf.v1.Storage\x12\'\n\x08\x64rafting\x18  \x01(\x0b\x32\x15.longleaf.v1.Drafting\"^\n\x08\x44rafting\x12\x1b\n\x13\x64rafted_token_count\x18\x01 \x01(\x03\x12\x1c\n\x14\x61\x63\x63\x65pted_token_count\x18\x02 \x01(\x03\x12\x17\n\x0ftokens_per_step\x18\x03 \x01(\x01\"8\n\x07Storage\x12\x11\n\tsnapshots\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\xaf\x01\n\x08Recovery\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x18\n\x10lost_token_count\x18\x02 \x01(\x03\x12\x1d\n\x15recovered_token_count\x18\x03 \x01(\x03\x12\x33\n\x10\x65lapsed_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\x12\x18\n\x10\x64ropped_contexts\x18\x06 \x03(\t\"\xff\x01\n\x04Loss\x12-\n\tloss_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06member\x18\x02 \x01(\x03\x12\x11\n\x04rank\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12*\n\nslot_state\x18\x07 \x01(\x0e\x32\x16.longleaf.v1.SlotState\x12.\n\nretry_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0bslot_reason\x18\t \x01(\tB\x07\n\x05_rank\"F\n\tTierMerge\x12\x11\n\trow_count\x18\x01 \x01(\x05\x12\x12\n\nintra_node\x18\x02 \x01(\t\x12\x12\n\ninter_node\x18\x03 \x01(\t\"\x9e\x01\n\x0bMergeTiming\x12\x11\n\trow_count\x18\x01 \x01(\x05\x12\r\n\x05merge\x18\x02 \x01(\t\x12;\n\nlatency_us\x18\x03 \x03(\x0b\x32\'.longleaf.v1.MergeTiming.LatencyUsEntry\x1a\x30\n\x0eLatencyUsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb8\x01\n\x14VerifyClusterRequest\x12\x11\n\x04text\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x1f\n\x12prompt_token_count\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x1c\n\x0fmax_token_count\x18\x04 \x01(\x05H\x03\x88\x01\x01\x42\x07\n\x05_textB\x07\n\x05_seedB\x15\n\x13_prompt_token_countB\x12\n\x10_max_token_count\"\xbd\x03\n\x15VerifyClusterResponse\x12\x0e\n\x06passed\x18\x01 \x01(\x08\x12\x1c\n\x14max_logit_difference\x18\x02 \x01(\x01\x12\x11\n\ttolerance\x18\x03 \x01(\x01\x12\x11\n\tmax_logit\x18\x04 \x01(\x01\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x19\n\x11worst_token_index\x18\x06 \x01(\x05\x12\x1a\n\x12prompt_token_count\x18\x07 \x01(\x05\x12\x1c\n\x14\x63ompared_token_count\x18\x08 \x01(\x05\x12\x19\n\x11\x65qual_token_count\x18\t \x01(\x05\x12\x1a\n\x12holding_rank_count\x18\n \x01(\x05\x12\x12\n\nworld_size\x18\x0b \x01(\x05\x12\x35\n\x12reference_duration\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x66\x61ilure\x18\r \x01(\t\x12\x10\n\x08\x64istance\x18\x0e \x01(\x01\x12\x1a\n\x12reference_distance\x18\x0f \x01(\x01\x12\x17\n\x0freference_dtype\x18\x10 \x01(\t\x12\x12\n\nconclusive\x18\x11 \x01(\x08\"\x1c\n\x0c\x44rainRequest\x12\x0c\n\x04wait\x18\x01 \x01(\x08\"[\n\rDrainResponse\x12\x17\n\x0fopen_call_count\x18\x01 \x01(\x05\x12\x31\n\x0elimit_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x13\n\x11ResetSlotsRequest\"(\n\x12ResetSlotsResponse\x12\x12\n\nslot_count\x18\x01 \x01(\x05*\x8b\x01\n\tSlotState\x12\x1a\n\x16SLOT_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12SLOT_STATE_WAITING\x10\x01\x12\x17\n\x13SLOT_STATE_STARTING\x10\x02\x12\x17\n\x13SLOT_STATE_REPLACED\x10\x03\x12\x18\n\x14SLOT_STATE_ABANDONED\x10\x04\x32\x92\x03\n\x0e\x43lusterService\x12\x42\n\nGetCluster\x12\x1e.longleaf.v1.GetClusterRequest\x1a\x14.longleaf.v1.Cluster\x12U\n\x0cWatchCluster\x12 .longleaf.v1.WatchClusterRequest\x1a!.longleaf.v1.WatchClusterResponse0\x01\x12V\n\rVerifyCluster\x12!.longleaf.v1.VerifyClusterRequest\x1a\".longleaf.v1.VerifyClusterResponse\x12>\n\x05\x44rain\x12\x19.longleaf.v1.DrainRequest\x1a\x1a.longleaf.v1.DrainResponse\x12M\n\nResetSlots\x12\x1e.longleaf.v1.ResetSlotsRequest\x1a\x1f.longleaf.v1.ResetSlotsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!longleaf/v1/cluster_service.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x13\n\x11GetClusterRequest\"O\n\x13WatchClusterRequest\x12\x38\n\x15min_interval_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x14WatchClusterResponse\x12%\n\x07\x63luster\x18\x01 \x01(\x0b\x32\x14.longleaf.v1.Cluster\"\x9e\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x1f\n\x17max_context_token_count\x18\x04 \x01(\x03\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\x03\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x11\n\trope_type\x18\x07 \x01(\t\x12\x14\n\x0clong_allowed\x18\x08 \x01(\x08\x12\x1b\n\x13\x66loat32_phase_error\x18\t \x01(\x01\x12\x1b\n\x13\x66loat64_phase_error\x18\n \x01(\x01\x12\x10\n\x08kv_dtype\x18\x0b \x01(\t\x12\x14\n\x0cquantization\x18\x0c \x01(\t\"\xea\x01\n\x06Worker\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x13\n\x0btoken_count\x18\x05 \x01(\x03\x12\x17\n\x0fmax_token_count\x18\x06 \x01(\x03\x12\x10\n\x08kv_bytes\x18\x07 \x01(\x03\x12\x14\n\x0cmax_kv_bytes\x18\x10 \x01(\x03\x12\x0f\n\x07kernels\x18\x11 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x12 \x01(\t\x12\x14\n\x0cweight_bytes\x18\x13 \x01(\x03\x12\x19\n\x11weight_part_count\x18\x14 \x01(\x03\"\xbd\x05\n\x07\x43luster\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.longleaf.v1.ModelInfo\x12$\n\x07workers\x18\x02 \x03(\x0b\x32\x13.longleaf.v1.Worker\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x10\n\x08launcher\x18\x05 \x01(\t\x12\r\n\x05merge\x18\x06 \x01(\t\x12\x15\n\rwaiting_count\x18\x07 \x01(\x05\x12\x15\n\rrunning_count\x18\x08 \x01(\x05\x12\x11\n\ttransport\x18\t \x01(\t\x12/\n\rmerge_timings\x18\n \x03(\x0b\x32\x18.longleaf.v1.MergeTiming\x12\r\n\x05\x65xact\x18\x0f \x01(\x08\x12\x16\n\x0e\x65xactness_note\x18! \x01(\t\x12\x19\n\x11\x62lock_token_count\x18\x13 \x01(\x05\x12\x13\n\x0bwindow_keys\x18\x17 \x01(\t\x12\x1a\n\x12window_token_count\x18\x18 \x01(\x03\x12\x1e\n\x16max_window_token_count\x18\x19 \x01(\x03\x12\x1c\n\x14intra_node_transport\x18\x1a \x01(\t\x12\x1c\n\x14inter_node_transport\x18\x1b \x01(\t\x12+\n\x0btier_merges\x18\x1c \x03(\x0b\x32\x16.longleaf.v1.TierMerge\x12\'\n\x08recovery\x18\x1d \x01(\x0b\x32\x15.longleaf.v1.Recovery\x12!\n\x06losses\x18\x1e \x03(\x0b\x32\x11.longleaf.v1.Loss\x12%\n\x07storage\x18\x1f \x01(\x0b\x32\x14.longleaf.v1.Storage\x12\'\n\x08\x64rafting\x18  \x01(\x0b\x32\x15.longleaf.v1.Drafting\x12\x17\n\x0fmissing_weights\x18\" \x01(\x01\"^\n\x08\x44rafting\x12\x1b\n\x13\x64rafted_token_count\x18\x01 \x01(\x03\x12\x1c\n\x14\x61\x63\x63\x65pted_token_count\x18\x02 \x01(\x03\x12\x17\n\x0ftokens_per_step\x18\x03 \x01(\x01\"8\n\x07Storage\x12\x11\n\tsnapshots\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\xaf\x01\n\x08Recovery\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x18\n\x10lost_token_count\x18\x02 \x01(\x03\x12\x1d\n\x15recovered_token_count\x18\x03 \x01(\x03\x12\x33\n\x10\x65lapsed_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04\x64one\x18\x05 \x01(\x08\x12\x18\n\x10\x64ropped_contexts\x18\x06 \x03(\t\"\xff\x01\n\x04Loss\x12-\n\tloss_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06member\x18\x02 \x01(\x03\x12\x11\n\x04rank\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12*\n\nslot_state\x18\x07 \x01(\x0e\x32\x16.longleaf.v1.SlotState\x12.\n\nretry_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0bslot_reason\x18\t \x01(\tB\x07\n\x05_rank\"F\n\tTierMerge\x12\x11\n\trow_count\x18\x01 \x01(\x05\x12\x12\n\nintra_node\x18\x02 \x01(\t\x12\x12\n\ninter_node\x18\x03 \x01(\t\"\x9e\x01\n\x0bMergeTiming\x12\x11\n\trow_count\x18\x01 \x01(\x05\x12\r\n\x05merge\x18\x02 \x01(\t\x12;\n\nlatency_us\x18\x03 \x03(\x0b\x32\'.longleaf.v1.MergeTiming.LatencyUsEntry\x1a\x30\n\x0eLatencyUsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb8\x01\n\x14VerifyClusterRequest\x12\x11\n\x04text\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x1f\n\x12prompt_token_count\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x1c\n\x0fmax_token_count\x18\x04 \x01(\x05H\x03\x88\x01\x01\x42\x07\n\x05_textB\x07\n\x05_seedB\x15\n\x13_prompt_token_countB\x12\n\x10_max_token_count\"\xbd\x03\n\x15VerifyClusterResponse\x12\x0e\n\x06passed\x18\x01 \x01(\x08\x12\x1c\n\x14max_logit_difference\x18\x02 \x01(\x01\x12\x11\n\ttolerance\x18\x03 \x01(\x01\x12\x11\n\tmax_logit\x18\x04 \x01(\x01\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x19\n\x11worst_token_index\x18\x06 \x01(\x05\x12\x1a\n\x12prompt_token_count\x18\x07 \x01(\x05\x12\x1c\n\x14\x63ompared_token_count\x18\x08 \x01(\x05\x12\x19\n\x11\x65qual_token_count\x18\t \x01(\x05\x12\x1a\n\x12holding_rank_count\x18\n \x01(\x05\x12\x12\n\nworld_size\x18\x0b \x01(\x05\x12\x35\n\x12reference_duration\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x66\x61ilure\x18\r \x01(\t\x12\x10\n\x08\x64istance\x18\x0e \x01(\x01\x12\x1a\n\x12reference_distance\x18\x0f \x01(\x01\x12\x17\n\x0freference_dtype\x18\x10 \x01(\t\x12\x12\n\nconclusive\x18\x11 \x01(\x08\"\x1c\n\x0c\x44rainRequest\x12\x0c\n\x04wait\x18\x01 \x01(\x08\"[\n\rDrainResponse\x12\x17\n\x0fopen_call_count\x18\x01 \x01(\x05\x12\x31\n\x0elimit_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x13\n\x11ResetSlotsRequest\"(\n\x12ResetSlotsResponse\x12\x12\n\nslot_count\x18\x01 \x01(\x05*\x8b\x01\n\tSlotState\x12\x1a\n\x16SLOT_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12SLOT_STATE_WAITING\x10\x01\x12\x17\n\x13SLOT_STATE_STARTING\x10\x02\x12\x17\n\x13SLOT_STATE_REPLACED\x10\x03\x12\x18\n\x14SLOT_STATE_ABANDONED\x10\x04\x32\x92\x03\n\x0e\x43lusterService\x12\x42\n\nGetCluster\x12\x1e.longleaf.v1.GetClusterRequest\x1a\x14.longleaf.v1.Cluster\x12U\n\x0cWatchCluster\x12 .longleaf.v1.WatchClusterRequest\x1a!.longleaf.v1.WatchClusterResponse0\x01\x12V\n\rVerifyCluster\x12!.longleaf.v1.VerifyClusterRequest\x1a\".longleaf.v1.VerifyClusterResponse\x12>\n\x05\x44rain\x12\x19.longleaf.v1.DrainRequest\x1a\x1a.longleaf.v1.DrainResponse\x12M\n\nResetSlots\x12\x1e.longleaf.v1.ResetSlotsRequest\x1a\x1f.longleaf.v1.ResetSlotsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MERGETIMING_LATENCYUSENTRY']._loaded_options = None
   _globals['_MERGETIMING_LATENCYUSENTRY']._serialized_options = b'8\001'
-  _globals['_SLOTSTATE']._serialized_start=3081
-  _globals['_SLOTSTATE']._serialized_end=3220
+  _globals['_SLOTSTATE']._serialized_start=3155
+  _globals['_SLOTSTATE']._serialized_end=3294
   _globals['_GETCLUSTERREQUEST']._serialized_start=115
   _globals['_GETCLUSTERREQUEST']._serialized_end=134
   _globals['_WATCHCLUSTERREQUEST']._serialized_start=136
@@ -46,35 +46,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MODELINFO']._serialized_start=281
   _globals['_MODELINFO']._serialized_end=567
   _globals['_WORKER']._serialized_start=570
-  _globals['_WORKER']._serialized_end=755
-  _globals['_CLUSTER']._serialized_start=758
-  _globals['_CLUSTER']._serialized_end=1434
-  _globals['_DRAFTING']._serialized_start=1436
-  _globals['_DRAFTING']._serialized_end=1530
-  _globals['_STORAGE']._serialized_start=1532
-  _globals['_STORAGE']._serialized_end=1588
-  _globals['_RECOVERY']._serialized_start=1591
-  _globals['_RECOVERY']._serialized_end=1766
-  _globals['_LOSS']._serialized_start=1769
-  _globals['_LOSS']._serialized_end=2024
-  _globals['_TIERMERGE']._serialized_start=2026
-  _globals['_TIERMERGE']._serialized_end=2096
-  _globals['_MERGETIMING']._serialized_start=2099
-  _globals['_MERGETIMING']._serialized_end=2257
-  _globals['_MERGETIMING_LATENCYUSENTRY']._serialized_start=2209
-  _globals['_MERGETIMING_LATENCYUSENTRY']._serialized_end=2257
-  _globals['_VERIFYCLUSTERREQUEST']._serialized_start=2260
-  _globals['_VERIFYCLUSTERREQUEST']._serialized_end=2444
-  _globals['_VERIFYCLUSTERRESPONSE']._serialized_start=2447
-  _globals['_VERIFYCLUSTERRESPONSE']._serialized_end=2892
-  _globals['_DRAINREQUEST']._serialized_start=2894
-  _globals['_DRAINREQUEST']._serialized_end=2922
-  _globals['_DRAINRESPONSE']._serialized_start=2924
-  _globals['_DRAINRESPONSE']._serialized_end=3015
-  _globals['_RESETSLOTSREQUEST']._serialized_start=3017
-  _globals['_RESETSLOTSREQUEST']._serialized_end=3036
-  _globals['_RESETSLOTSRESPONSE']._serialized_start=3038
-  _globals['_RESETSLOTSRESPONSE']._serialized_end=3078
-  _globals['_CLUSTERSERVICE']._serialized_start=3223
-  _globals['_CLUSTERSERVICE']._serialized_end=3625
+  _globals['_WORKER']._serialized_end=804
+  _globals['_CLUSTER']._serialized_start=807
+  _globals['_CLUSTER']._serialized_end=1508
+  _globals['_DRAFTING']._serialized_start=1510
+  _globals['_DRAFTING']._serialized_end=1604
+  _globals['_STORAGE']._serialized_start=1606
+  _globals['_STORAGE']._serialized_end=1662
+  _globals['_RECOVERY']._serialized_start=1665
+  _globals['_RECOVERY']._serialized_end=1840
+  _globals['_LOSS']._serialized_start=1843
+  _globals['_LOSS']._serialized_end=2098
+  _globals['_TIERMERGE']._serialized_start=2100
+  _globals['_TIERMERGE']._serialized_end=2170
+  _globals['_MERGETIMING']._serialized_start=2173
+  _globals['_MERGETIMING']._serialized_end=2331
+  _globals['_MERGETIMING_LATENCYUSENTRY']._serialized_start=2283
+  _globals['_MERGETIMING_LATENCYUSENTRY']._serialized_end=2331
+  _globals['_VERIFYCLUSTERREQUEST']._serialized_start=2334
+  _globals['_VERIFYCLUSTERREQUEST']._serialized_end=2518
+  _globals['_VERIFYCLUSTERRESPONSE']._serialized_start=2521
+  _globals['_VERIFYCLUSTERRESPONSE']._serialized_end=2966
+  _globals['_DRAINREQUEST']._serialized_start=2968
+  _globals['_DRAINREQUEST']._serialized_end=2996
+  _globals['_DRAINRESPONSE']._serialized_start=2998
+  _globals['_DRAINRESPONSE']._serialized_end=3089
+  _globals['_RESETSLOTSREQUEST']._serialized_start=3091
+  _globals['_RESETSLOTSREQUEST']._serialized_end=3110
+  _globals['_RESETSLOTSRESPONSE']._serialized_start=3112
+  _globals['_RESETSLOTSRESPONSE']._serialized_end=3152
+  _globals['_CLUSTERSERVICE']._serialized_start=3297
+  _globals['_CLUSTERSERVICE']._serialized_end=3699
 # @@protoc_insertion_point(module_scope)

@@ -69,7 +69,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_token_count: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., rope_type: _Optional[str] = ..., long_allowed: _Optional[bool] = ..., float32_phase_error: _Optional[float] = ..., float64_phase_error: _Optional[float] = ..., kv_dtype: _Optional[str] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("rank", "node", "pid", "device", "token_count", "max_token_count", "kv_bytes", "max_kv_bytes", "kernels", "address")
+    __slots__ = ("rank", "node", "pid", "device", "token_count", "max_token_count", "kv_bytes", "max_kv_bytes", "kernels", "address", "weight_bytes", "weight_part_count")
     RANK_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,8 @@ class Worker(_message.Message):
     MAX_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_PART_COUNT_FIELD_NUMBER: _ClassVar[int]
     rank: int
     node: str
     pid: int
@@ -90,10 +92,12 @@ class Worker(_message.Message):
     max_kv_bytes: int
     kernels: str
     address: str
-    def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., token_count: _Optional[int] = ..., max_token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., max_kv_bytes: _Optional[int] = ..., kernels: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+    weight_bytes: int
+    weight_part_count: int
+    def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., token_count: _Optional[int] = ..., max_token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., max_kv_bytes: _Optional[int] = ..., kernels: _Optional[str] = ..., address: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., weight_part_count: _Optional[int] = ...) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count", "transport", "merge_timings", "exact", "exactness_note", "block_token_count", "window_keys", "window_token_count", "max_window_token_count", "intra_node_transport", "inter_node_transport", "tier_merges", "recovery", "losses", "storage", "drafting")
+    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count", "transport", "merge_timings", "exact", "exactness_note", "block_token_count", "window_keys", "window_token_count", "max_window_token_count", "intra_node_transport", "inter_node_transport", "tier_merges", "recovery", "losses", "storage", "drafting", "missing_weights")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +121,7 @@ class Cluster(_message.Message):
     LOSSES_FIELD_NUMBER: _ClassVar[int]
     STORAGE_FIELD_NUMBER: _ClassVar[int]
     DRAFTING_FIELD_NUMBER: _ClassVar[int]
+    MISSING_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     model: ModelInfo
     workers: _containers.RepeatedCompositeFieldContainer[Worker]
     world_size: int
@@ -140,7 +145,8 @@ class Cluster(_message.Message):
     losses: _containers.RepeatedCompositeFieldContainer[Loss]
     storage: Storage
     drafting: Drafting
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ..., transport: _Optional[str] = ..., merge_timings: _Optional[_Iterable[_Union[MergeTiming, _Mapping]]] = ..., exact: _Optional[bool] = ..., exactness_note: _Optional[str] = ..., block_token_count: _Optional[int] = ..., window_keys: _Optional[str] = ..., window_token_count: _Optional[int] = ..., max_window_token_count: _Optional[int] = ..., intra_node_transport: _Optional[str] = ..., inter_node_transport: _Optional[str] = ..., tier_merges: _Optional[_Iterable[_Union[TierMerge, _Mapping]]] = ..., recovery: _Optional[_Union[Recovery, _Mapping]] = ..., losses: _Optional[_Iterable[_Union[Loss, _Mapping]]] = ..., storage: _Optional[_Union[Storage, _Mapping]] = ..., drafting: _Optional[_Union[Drafting, _Mapping]] = ...) -> None: ...
+    missing_weights: float
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ..., transport: _Optional[str] = ..., merge_timings: _Optional[_Iterable[_Union[MergeTiming, _Mapping]]] = ..., exact: _Optional[bool] = ..., exactness_note: _Optional[str] = ..., block_token_count: _Optional[int] = ..., window_keys: _Optional[str] = ..., window_token_count: _Optional[int] = ..., max_window_token_count: _Optional[int] = ..., intra_node_transport: _Optional[str] = ..., inter_node_transport: _Optional[str] = ..., tier_merges: _Optional[_Iterable[_Union[TierMerge, _Mapping]]] = ..., recovery: _Optional[_Union[Recovery, _Mapping]] = ..., losses: _Optional[_Iterable[_Union[Loss, _Mapping]]] = ..., storage: _Optional[_Union[Storage, _Mapping]] = ..., drafting: _Optional[_Union[Drafting, _Mapping]] = ..., missing_weights: _Optional[float] = ...) -> None: ...
 
 class Drafting(_message.Message):
     __slots__ = ("drafted_token_count", "accepted_token_count", "tokens_per_step")

@@ -161,14 +161,16 @@ class Progress(_message.Message):
     def __init__(self, processed_token_count: _Optional[int] = ..., total_token_count: _Optional[int] = ...) -> None: ...
 
 class Recovering(_message.Message):
-    __slots__ = ("lost_token_count", "recovered_token_count", "total_token_count")
+    __slots__ = ("lost_token_count", "recovered_token_count", "total_token_count", "missing_weights")
     LOST_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     RECOVERED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MISSING_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     lost_token_count: int
     recovered_token_count: int
     total_token_count: int
-    def __init__(self, lost_token_count: _Optional[int] = ..., recovered_token_count: _Optional[int] = ..., total_token_count: _Optional[int] = ...) -> None: ...
+    missing_weights: float
+    def __init__(self, lost_token_count: _Optional[int] = ..., recovered_token_count: _Optional[int] = ..., total_token_count: _Optional[int] = ..., missing_weights: _Optional[float] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob", "token_bytes")

@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,20 +11,24 @@ import torch
 from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.cluster.rank_manager import RankManager
 from coordinator.cluster.replacement_supervisor import ReplacementSupervisor
+from coordinator.engine.engine import Engine
 from coordinator.engine_messages import Prompt, Tokens
 from longleaf.attention import Partial
 from longleaf.errors import ModelRefused
 from longleaf.rank_protocol.verdict import judge
 from longleaf.sampling import SamplingParams
+from longleaf.shares import NUM_PARTS, even_share
 from longleaf.topology import Topology
+from longleaf.types import Recovering
 from tests.support.golden.asking import MAX_TOKENS, answer, compare, ingest
 from tests.support.golden.plain import LOGIT_TOLERANCE, NEW_TOKENS, load_plain
 from tests.support.golden.states import CONTEXT_LEN, STATES, Logits, running
 from tests.support.loopback import LoopbackComm
 from tests.support.on_threads import on_groups
+from tests.support.running import running as run
 from tests.support.running import running_on
 from tests.support.thinned import thinned
-from tests.support.threads import config_for, make_spec
+from tests.support.threads import ThreadRanks, config_for, make_spec
 from workers.__main__ import main
 from workers.model.meta_model import outline
 from workers.model.sharded_model import load_share
@@ -50,6 +55,43 @@ async def test_tokens_equal_generate(goldens, family, world_size, merge, chunk_s
     assert answers == [golden.tokens] * len(answers)
     difference = (logits.first(NEW_TOKENS) - golden.logits_TV).abs().max()
     assert difference <= LOGIT_TOLERANCE * golden.logits_TV.std()
+
+
+class ReadingRank(Rank):
+    """After its start it holds parts in many places, as after several losses."""
+
+    def load(self, parts: Sequence[int] = ()) -> None:
+        super().load(parts)
+        self.hold([part for part in range(NUM_PARTS) if part // 7 % 2 == self._spec.member])
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("family", "state"), list(zip(FAMILIES, itertools.cycle(STATES))))
+async def test_tokens_equal_generate_after_losses(goldens, family, state):
+    golden, logits = goldens(family), Logits()
+    config = config_for(golden.folder, world_size=2, weights="sharded", chunk_size=300)
+    engine = Engine(ThreadRanks(config, logits.watch, make_rank=ReadingRank), config, max_positions=8192)
+    async with run(engine) as found:
+        answers = await STATES[state](found.engine, golden.prompt)
+    assert answers == [golden.tokens] * len(answers)
+    difference = (logits.first(NEW_TOKENS) - golden.logits_TV).abs().max()
+    assert difference <= LOGIT_TOLERANCE * golden.logits_TV.std()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+async def test_one_rank_may_hold_all_parts(goldens, family):
+    golden = goldens(family)
+    rank = Rank(make_spec(0, config_for(golden.folder, world_size=2, weights="sharded", verify_model=False)))
+    rank.load(even_share(1, 2))
+    rank.hold(range(NUM_PARTS))
+    rank.connect(None)
+    whole = load_plain(golden.folder)
+    ids = torch.tensor([golden.prompt[:9]])
+    with pytest.raises(RuntimeError, match="within an epoch"):
+        rank.hold(even_share(1, 2))
+    rows = rank.model.module.get_input_embeddings()(ids)
+    torch.testing.assert_close(rows, whole.get_input_embeddings()(ids))
+    rank.close()
 
 
 @pytest.mark.sampled(3)
@@ -89,7 +131,7 @@ def test_a_model_that_is_not_exact_is_refused_when_its_first_group_forms(goldens
     config = config_for(goldens("llama").folder, world_size=2, weights="sharded")
     ranks = [Rank(make_spec(number, config)) for number in range(2)]
     for number, rank in enumerate(ranks):
-        rank.load(number)
+        rank.load(even_share(number, 2))
     plain = ranks[1].backend.attend
     ranks[1].backend.attend = lambda *inputs: Partial.identity(*plain(*inputs).out_THD.shape)
     with pytest.raises(ModelRefused, match="LlamaForCausalLM is not exact here"):
@@ -156,7 +198,7 @@ def test_a_rank_holds_and_reads_its_part(goldens, family, count):
     folder = goldens(family).folder
     whole = sum(parameter.nbytes for parameter in load_plain(folder).parameters())
     for index in range(count):
-        found = load_share(str(folder), "float32", "cpu", Share(index, count))
+        found = load_share(str(folder), "float32", "cpu", Share.even(index, count))
         local_bytes = sum(parameter.nbytes for parameter in found.model.module.parameters())
         every = sum(
             parameter.nbytes for name, parameter in load_plain(folder).named_parameters() if name not in found.plan.cuts
@@ -173,24 +215,82 @@ def test_one_rank_holds_all_weights(goldens):
     rank.close()
 
 
+HEALED = (set(range(120)), set(range(120, 240))), (set(range(0, 240, 2)), set(range(1, 240, 2)))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("shares", HEALED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rank_that_holds_other_parts_has_their_bits(goldens, family, shares):
+    """It reads only parts that it lacks, and after the return has the same parameters as at first."""
+    folder = str(goldens(family).folder)
+    found = load_share(folder, "float32", "cpu", Share.even(1, 3))
+    first = {name: parameter.clone() for name, parameter in found.model.module.named_parameters()}
+    divided = share_bytes_of(found) / 80
+    for parts in shares:
+        num_bytes = found.weights.hold(sorted(parts))
+        assert num_bytes <= len(parts) * divided * 1.05
+        wanted = load_share(folder, "float32", "cpu", Share(tuple(sorted(parts)), 3))
+        for (name, one), (_, other) in zip(
+            found.model.module.named_parameters(), wanted.model.module.named_parameters(), strict=True
+        ):
+            assert torch.equal(one, other), name
+    found.weights.hold(even_share(1, 3))
+    assert all(torch.equal(one, first[name]) for name, one in found.model.module.named_parameters())
+
+
+def share_bytes_of(found):
+    """Bytes of the divided parameters that a rank holds."""
+    return sum({id(one): one.nbytes for one in found.weights.parameters}.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_parts_given_up_are_in_memory_until_the_epoch_begins(goldens, family):
+    found = load_share(str(goldens(family).folder), "float32", "cpu", Share.even(0, 2))
+    assert found.weights.hold(range(80)) == 0
+    assert found.weights.hold(range(120)) == 0
+    found.weights.hold(range(80))
+    found.weights.drop_surplus()
+    assert 0 < found.weights.hold(range(120)) <= 40 / 80 * share_bytes_of(found) * 1.05
+
+
+KILLED = list(itertools.product((1, 0), (0, 1)))
+
+
 @pytest.mark.timeout(240)
-async def test_an_answer_waits_for_the_replacement_of_a_lost_rank(goldens):
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("lost", "spare_ranks"), KILLED)
+async def test_an_answer_goes_on_after_a_loss(goldens, lost, spare_ranks):
+    """With room the other ranks read a sixth each; without, the answer waits for the replacement."""
     golden = goldens("llama")
-    config = config_for(golden.folder, world_size=3, chunk_size=300, weights="sharded", verify_model=False)
+    settings = {"chunk_size": 300, "weights": "sharded", "verify_model": False, "spare_ranks": spare_ranks}
+    config = config_for(golden.folder, world_size=3, **settings)
     fleet = LocalFleet(main)
     control = RankManager(config, await fleet.reserve(config), fleet.kill)
     async with running_on(fleet, control, config, max_positions=8192) as found:
-        supervisor = ReplacementSupervisor(control.registry, fleet, config, found.readies)
+        supervisor = None if spare_ranks else ReplacementSupervisor(control.registry, fleet, config, found.readies)
         await ingest(found.engine, "book", golden.prompt[:CONTEXT_LEN])
         sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_end_token=True)
-        tokens = list[int]()
+        tokens, missing = list[int](), list[float]()
         prompt = Prompt(context="book", token_ids=golden.prompt[CONTEXT_LEN:], sampling=sampling)
         async for event in found.engine.submit(prompt):
             if isinstance(event, Tokens):
                 if not tokens:
-                    os.kill(control.hellos[1].pid, signal.SIGKILL)
+                    os.kill(control.hellos[lost].pid, signal.SIGKILL)
                 tokens += event.token_ids
+            if isinstance(event, Recovering):
+                missing.append(event.missing_weights)
         assert tuple(tokens) == golden.tokens
+        assert missing[0] == pytest.approx(1 / 3)
         assert control.num_lost == 1
+        assert {ready.weight_parts for ready in found.readies} == {80}
+        read = [member.num_bytes_read for member in control.registry]
+        if supervisor is None:
+            whole = sum(parameter.nbytes for parameter in load_plain(golden.folder).parameters())
+            assert len(control.group.members) == 2
+            assert 0 < max(read) <= (1 / 6 + 1 / 240) * whole
+            supervisor = ReplacementSupervisor(control.registry, fleet, config, found.readies)
+            await control.registry.wait_until(lambda: len(control.group.members) == 3)
         assert len(control.group.members) == 3
+        assert await answer(found.engine, golden.prompt) == golden.tokens
         await supervisor.close()

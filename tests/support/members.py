@@ -20,7 +20,17 @@ from longleaf.rank_protocol.group_messages import (
     Ready,
     StoreOpened,
 )
-from longleaf.rank_protocol.member_messages import Died, Heartbeat, Hello, Load, Loaded, MemberProgress, Stop
+from longleaf.rank_protocol.member_messages import (
+    Died,
+    Heartbeat,
+    Hello,
+    Hold,
+    Load,
+    Loaded,
+    MemberProgress,
+    Stop,
+    WeightsReady,
+)
 from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
 from longleaf.rank_protocol.snapshots import Outcome
 from workers.control import connect
@@ -56,6 +66,7 @@ class ScriptedMember:
         self.progress = MemberProgress()
         self.joins: list[Join] = []
         self.loads: list[Load] = []
+        self.holds: list[Hold] = []
         self.fences: list[AbortExchanges] = []
         self.num_fences = 0
         """With those that were sent again."""
@@ -88,6 +99,9 @@ class ScriptedMember:
                 os._exit(3)
             case Load():
                 return Died(self.number, "no memory") if self.fails_to_load else Loaded(self.number)
+            case Hold():
+                self.holds.append(message)
+                return WeightsReady(self.number, 0)
             case OpenStore(epoch):
                 return StoreOpened(self.number, epoch, 1)
             case Join(epoch):

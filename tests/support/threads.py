@@ -19,6 +19,7 @@ from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Outcome, Save, Saved
 from longleaf.rank_protocol.step import StepPlan, StepResult
+from longleaf.shares import even_share
 from longleaf.topology import Topology
 from longleaf.types import Loss
 from tests.support.loopback import LoopbackComm, loopback_groups
@@ -59,11 +60,12 @@ class ThreadRanks:
         self._ended: Future[EpochEnd] = Future()
         """Set by the first rank that fails."""
         self.losses: tuple[Loss, ...] = ()
+        self.missing_weights = 0.0
 
     async def start(self, epoch: int) -> Formation:
         self._join = Join(epoch, 0, "", 0, ("here",))
         for index, rank in enumerate(self._ranks):
-            rank.load(index)
+            rank.load(even_share(index, len(self._ranks)))
             self._threads[index].start()
         readies = [await asyncio.to_thread(self._readies.get, timeout=120) for _ in self._ranks]
         hellos = tuple(Hello(rank, "here", "127.0.0.1", 0) for rank in range(len(self._ranks)))

@@ -47,6 +47,8 @@ def make_pool(
     StartError when no block, or no window, fits, and ModelRefused when the keys cannot be kept in the requested dtype.
     """
     kv_bytes = config.kv_bytes or default_kv_bytes(model, config, num_ranks_here, ranks_per_gpu)
+    if model.device != "cpu":
+        check_spare_bytes(model, kv_bytes, memory_of(model.device).free)
     num_blocks, windows = share_out(model, config, kv_bytes)
     num_window_blocks = windows and windows.num_blocks
     kind = QuantizedPool if config.kv_dtype == "int8" else FloatKvPool
@@ -135,6 +137,14 @@ def check_kv_bytes(config: EngineConfig, device: str, num_ranks_here: int, ranks
         raise StartError(f"kv_bytes: {config.kv_bytes:,} for each of {count_ranks(num_sharing)} here exceeds {there}")
 
 
+def check_spare_bytes(model: models.Model, kv_bytes: int, free_bytes: int) -> None:
+    """Raises StartError when a pool leaves too little memory for weights of lost ranks."""
+    if model.spare_bytes and kv_bytes + model.spare_bytes > free_bytes:
+        room = f"{human_bytes(model.spare_bytes)} for weights of lost ranks"
+        there = f"the {human_bytes(free_bytes)} free on {model.device}"
+        raise StartError(f"spare_ranks: {room}, and {human_bytes(kv_bytes)} for keys and values, exceed {there}")
+
+
 def default_kv_bytes(model: models.Model, config: EngineConfig, num_ranks_here: int, ranks_per_gpu: int) -> int:
     """Default bytes for keys and values, based on the memory that is free now, after the weights were loaded."""
     memory = memory_of(model.device) if ranks_per_gpu == 1 else share_of(model.device, ranks_per_gpu)
@@ -151,14 +161,15 @@ def kv_bytes_within(
     is_shared: bool = False,
 ) -> int:
     """Bytes for keys and values of each rank. On a CPU: a share of the free memory, which other processes use too. On a
-    GPU: all of it except the workspace of steps.
+    GPU: all of it except the workspace of steps. On both, the memory set aside for weights of lost ranks is left free.
     """
     if device == "cpu":
-        return max(0, int(memory.free * FREE_MEMORY_SHARE / num_ranks_here))
+        return max(0, int((memory.free - num_ranks_here * model.spare_bytes) * FREE_MEMORY_SHARE / num_ranks_here))
     needed = workspace(model, config, num_ranks_here, memory.total, uses_nccl=not is_shared)
-    found = max(0, memory.free - needed.total)
+    found = max(0, memory.free - needed.total - model.spare_bytes)
     of = f"{human_bytes(found)} of {human_bytes(memory.free)} free on {device} after loading the weights"
-    log.info("kv_bytes: %s; the others are %s", of, needed)
+    spare = f", {human_bytes(model.spare_bytes)} for weights of lost ranks" if model.spare_bytes else ""
+    log.info("kv_bytes: %s; the others are %s%s", of, needed, spare)
     return found
 
 

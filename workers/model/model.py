@@ -104,6 +104,8 @@ class Model:
     rotary: Rotary
     exchange: RowExchange | None = None
     """Exchanges of layers whose weights are divided over the ranks; None if this rank holds all weights."""
+    spare_bytes: int = 0
+    """Bytes of memory set aside for weights of lost ranks."""
 
     @property
     def decoder(self) -> nn.Module:
@@ -277,7 +279,7 @@ def _dequantize(
     """The same with quantized weights, which are dequantized while they are read."""
     module = build_on_meta(config, dtype, number)
     with large_blocks_apart(), loading_to_device(device):
-        loaded = read_share(module, Path(folder), {}, Share(0, 1), module.dtype, quantization)
+        loaded = read_share(module, Path(folder), {}, Share.even(0, 1), module.dtype, quantization)
     return module, {"missing_keys": loaded.missing, "mismatched_keys": loaded.mismatched}
 
 

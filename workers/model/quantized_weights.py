@@ -109,6 +109,8 @@ class DequantizedTensor:
     def __getitem__(self, index: object) -> Tensor:
         """Reads the slice for any index. Raises ModelRefused if a number is not finite."""
         dim, shape = self._dim, self.get_shape()
+        if not self._ranges:
+            return torch.empty((*shape[:dim], 0, *shape[dim + 1 :]), dtype=self._dtype)
         axes = {role: self._layout.axes(role).get(dim) for role in self._stored}
         unit = lcm(*(axis.unit for axis in axes.values() if axis is not None))
         read = _joined([(start // unit * unit, min(-(-end // unit) * unit, shape[dim])) for start, end in self._ranges])

@@ -4,15 +4,20 @@ There are two kinds of rows. Replicated rows are the same on every rank: in deco
 between ranks, which all have the same number of them: in prefill. A layer returns the complete result for the rows that
 it is given, so the modules around it do not change.
 
-Addends are summed in the order of the shares, so that all ranks compute the same bits. Models choose experts by these
-numbers, and the parts of one expert are on all ranks. For the same reason, ranks must have the same kind of processor:
-numbers that each rank computes itself, such as norms, must be equal.
+All ranks sum addends in the same order, so that all compute the same bits. Models choose experts by these numbers, and
+the slices of one expert are on all ranks. For the same reason, ranks must have the same kind of processor: numbers that
+each rank computes itself, such as norms, must be equal.
 
-Shape letters: T rows of a rank, R rows to compute (T, or those of all ranks), F features, S shares.
+The share of a rank may change between epochs: layers read it from the exchange.
+
+Shape letters: T rows of a rank, R rows to compute (T, or those of all ranks), F features, N ranks.
 """
 
 import copy
 import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 from zlib import crc32
 
 import torch
@@ -21,41 +26,64 @@ from torch.nn import functional
 
 from longleaf.comm import Comm
 from longleaf.errors import GroupFailed
-from workers.model.weight_shares import Share, share_sizes
+from longleaf.shares import NUM_PARTS
+from workers.model.weight_shares import Range, Share
 
 
 class RowExchange:
     """The exchanges of sharded layers with the ranks that hold the other shares."""
 
     def __init__(self, share: Share) -> None:
-        self.share = share
+        self._share = share
         self._comm: Comm | None = None
-        self._ranks: Tensor | None = None
-        """The rank that holds each share; None if ranks hold the shares of their numbers."""
+        """None outside of an epoch, and in an epoch of one rank."""
+        self._shares: tuple[Share, ...] = ()
+        """The shares of the ranks of the epoch, in rank order."""
+        self._order: tuple[int, ...] = ()
+        """The ranks in the order of their first parts, in which addends are summed."""
         self._has_own_rows = False
 
+    @property
+    def share(self) -> Share:
+        """The share that this rank holds."""
+        return self._share
+
+    def hold(self, share: Share) -> None:
+        """Records that this rank holds another share. Raises RuntimeError within an epoch."""
+        if self._shares:
+            raise RuntimeError("the share of a rank cannot change within an epoch")
+        self._share = share
+
     def enter(self, comm: Comm | None, device: str, processor: str) -> None:
-        """Uses the ranks of an epoch. A collective call. Raises GroupFailed unless they hold each share once, and have
-        the same kind of processor.
+        """Uses the ranks of an epoch; without `comm`, this rank only. A collective call. Raises GroupFailed unless the
+        ranks hold each part once, and have the same kind of processor.
         """
-        own = torch.tensor([[self.share.index, crc32(processor.encode())]], device=device)
-        shares, kinds = (own if comm is None else comm.all_gather(own).flatten(0, 1)).T.tolist()
+        own = torch.zeros(1, NUM_PARTS + 1, dtype=torch.long)
+        own[0, list(self._share.parts)] = 1
+        own[0, NUM_PARTS] = crc32(processor.encode())
+        rows = own if comm is None else comm.all_gather(own.to(device)).flatten(0, 1)
+        *flags, kinds = rows.T.tolist()
         if len(set(kinds)) > 1:
             raise GroupFailed(
                 f"weights: the processors of the ranks differ, and may round differently; this rank has {processor}"
             )
-        if sorted(shares) != list(range(self.share.count)):
-            present = ", ".join(map(str, shares))
-            raise GroupFailed(
-                f"weights: a group needs {self.share.count} ranks with one share each, not shares {present}"
-            )
-        order = sorted(range(len(shares)), key=shares.__getitem__)
-        self._ranks = None if order == shares == sorted(shares) else torch.tensor(order, device=device)
+        if wrong := sum(sum(holders) != 1 for holders in flags):
+            raise GroupFailed(f"weights: {wrong} of {NUM_PARTS} parts are not held by exactly one rank of the group")
+        parts = [tuple(part for part, holders in enumerate(flags) if holders[rank]) for rank in range(len(kinds))]
+        self._shares = tuple(Share(one, self._share.count) for one in parts)
+        self._order = tuple(sorted(range(len(parts)), key=parts.__getitem__))
         self._comm = comm
 
     def leave(self) -> None:
         """Drops the ranks of an epoch that has ended."""
-        self._comm = None
+        self._comm, self._shares = None, ()
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """The shares of the ranks of this epoch, in rank order. Raises RuntimeError outside of an epoch."""
+        if not self._shares:
+            raise RuntimeError("a model with sharded weights cannot compute outside of a group")
+        return self._shares
 
     def set_rows(self, *, own: bool) -> None:
         """Sets whether the rows of the next forward pass are own or replicated rows."""
@@ -63,32 +91,54 @@ class RowExchange:
 
     def all_rows(self, x: Tensor) -> Tensor:
         """The rows to compute: [T, ...] as it is if the rows are replicated, else those of all ranks, [N * T, ...]."""
-        return self._group.all_gather(x.contiguous()).flatten(0, 1) if self._has_own_rows else x
+        if self._comm is None or not self._has_own_rows:
+            return x
+        return self._comm.all_gather(x.contiguous()).flatten(0, 1)
 
-    def return_parts(self, part_RF: Tensor) -> Tensor:
-        """The parts [S, T, F] that the shares computed for the rows of this rank. The result is valid until the next
-        exchange.
+    def return_results(self, own_RF: Tensor) -> Tensor:
+        """The results [N, T, F] that the ranks computed for the rows of this rank. The result is valid until the next
+        exchange. Raises RuntimeError outside of an epoch.
         """
-        comm = self._group
+        num_ranks, comm = len(self.shares), self._comm
+        if comm is None:
+            return own_RF.unsqueeze(0)
         if self._has_own_rows:
-            found = comm.all_to_all(part_RF.contiguous().view(comm.world_size, -1, part_RF.shape[-1]))
-        else:
-            found = comm.all_gather(part_RF.contiguous())
-        return found if self._ranks is None else found[self._ranks]
+            return comm.all_to_all(own_RF.contiguous().view(num_ranks, -1, own_RF.shape[-1]))
+        return comm.all_gather(own_RF.contiguous())
 
-    def sum_parts(self, part_RF: Tensor) -> Tensor:
-        """The sums [T, F] of the parts that the shares computed, accumulated in float32."""
-        first, *others = self.return_parts(part_RF).unbind()
+    def sum_results(self, own_RF: Tensor) -> Tensor:
+        """The sums [T, F] of the results that the ranks computed, accumulated in float32."""
+        found = self.return_results(own_RF).unbind()
+        first, *others = (found[rank] for rank in self._order)
         total = first.to(torch.float32, copy=True)
         for other in others:
             total += other
-        return total.to(part_RF.dtype)
+        return total.to(own_RF.dtype)
 
-    @property
-    def _group(self) -> Comm:
-        if self._comm is None:
-            raise RuntimeError("a model with sharded weights cannot compute outside of a group")
-        return self._comm
+
+@dataclass(frozen=True, slots=True)
+class OutputLayout:
+    """The places of the outputs of a group of layers in the results of the ranks."""
+
+    shares: tuple[Share, ...]
+    widest: int
+    """The largest number of outputs of a rank."""
+    slices: tuple[tuple[tuple[int, Range], ...], ...]
+    """For each layer, the ranks and the ranges of their results that have its outputs, in the order of the outputs."""
+
+    @classmethod
+    def of(cls, shares: tuple[Share, ...], sizes: Sequence[int]) -> Self:
+        """The layout of layers with these numbers of outputs. Ranks compute their outputs layer by layer."""
+        widths = [0] * len(shares)
+        slices = list[tuple[tuple[int, Range], ...]]()
+        for size in sizes:
+            found = list[tuple[int, int, Range]]()
+            for rank, share in enumerate(shares):
+                for start, end in share.ranges(size):
+                    found += [(start, rank, (widths[rank], widths[rank] + end - start))] if start < end else []
+                    widths[rank] += end - start
+            slices.append(tuple((rank, place) for _, rank, place in sorted(found)))
+        return cls(shares, max(widths), tuple(slices))
 
 
 class OutputGroup:
@@ -100,6 +150,7 @@ class OutputGroup:
         self._input: Tensor | None = None
         self._found: dict[int, Tensor] = {}
         """The outputs that were not collected yet, by layer."""
+        self._layout: OutputLayout | None = None
 
     def add(self, layer: "ShardedLinear") -> int:
         """Adds a layer; returns its number."""
@@ -116,16 +167,19 @@ class OutputGroup:
         return out
 
     def _compute(self, x: Tensor) -> dict[int, Tensor]:
+        shares = self._exchange.shares
+        if self._layout is None or self._layout.shares is not shares:
+            self._layout = OutputLayout.of(shares, [layer.out_features for layer in self._layers])
+        layout = self._layout
         rows_RF = self._exchange.all_rows(x.reshape(-1, x.shape[-1]))
-        part_RF = torch.cat([layer.local(rows_RF) for layer in self._layers], dim=-1)
-        sizes = [share_sizes(layer.out_features, self._exchange.share.count) for layer in self._layers]
-        of_shares = list(zip(*sizes, strict=True))
-        widest = max(map(sum, of_shares))
-        if part_RF.shape[-1] < widest:  # ranks exchange equal shapes
-            part_RF = functional.pad(part_RF, (0, widest - part_RF.shape[-1]))
-        parts_STF = self._exchange.return_parts(part_RF)
-        split = [part_TF[:, : sum(own)].split(own, dim=-1) for part_TF, own in zip(parts_STF, of_shares, strict=True)]
-        outputs = [torch.cat(parts, dim=-1) for parts in zip(*split, strict=True)]
+        own_RF = torch.cat([layer.local(rows_RF) for layer in self._layers], dim=-1)
+        if own_RF.shape[-1] < layout.widest:  # ranks exchange equal shapes
+            own_RF = functional.pad(own_RF, (0, layout.widest - own_RF.shape[-1]))
+        found_NTF = self._exchange.return_results(own_RF)
+        outputs = [
+            torch.cat([found_NTF[rank, :, start:end] for rank, (start, end) in slices], dim=-1)
+            for slices in layout.slices
+        ]
         return {i: out_TF.view(*x.shape[:-1], out_TF.shape[-1]) for i, out_TF in enumerate(outputs)}
 
 
@@ -164,7 +218,7 @@ class PairRows:
     def leave(self, part: Tensor) -> Tensor:
         """The complete output, from the addends of this rank's share."""
         self._input = self._rows = None
-        out_TF = self._exchange.sum_parts(part.flatten(0, -2))
+        out_TF = self._exchange.sum_results(part.flatten(0, -2))
         return out_TF.view(*self._shape[:-1], -1)
 
 
@@ -203,8 +257,18 @@ class ShardedEmbedding(nn.Module):
         super().__init__()
         self.local = copy.copy(plain)
         self.local.padding_idx = None  # it may be a word of another rank, and matters in training only
-        self._start, self._end = exchange.share.bounds(num_words)
+        self._num_words = num_words
         self._exchange = exchange
+        self.follow_share()
+
+    def follow_share(self) -> None:
+        """Adapts to the share that this rank holds now."""
+        places, offset = torch.full((self._num_words,), -1), 0
+        for start, end in self._exchange.share.ranges(self._num_words):
+            places[start:end] = torch.arange(offset, offset + end - start)
+            offset += end - start
+        self._places = places.to(self.local.weight.device)
+        """The index of each word in the weights of this rank; -1: another rank has it."""
 
     @property
     def weight(self) -> Tensor:
@@ -212,22 +276,33 @@ class ShardedEmbedding(nn.Module):
         return self.local.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows_R = self._exchange.all_rows(ids.reshape(-1))
-        is_here = (rows_R >= self._start) & (rows_R < self._end)
-        found_RF = self.local((rows_R - self._start).clamp(0, self._end - self._start - 1))
-        part_RF = torch.where(is_here[:, None], found_RF, torch.zeros_like(found_RF))
-        return self._exchange.sum_parts(part_RF).view(*ids.shape, -1)
+        places_R = self._places[self._exchange.all_rows(ids.reshape(-1))]
+        found_RF = self.local(places_R.clamp(min=0))
+        own_RF = torch.where((places_R >= 0)[:, None], found_RF, torch.zeros_like(found_RF))
+        return self._exchange.sum_results(own_RF).view(*ids.shape, -1)
 
 
 class ShardedExperts(nn.Module):
     """Experts of which each rank holds a slice of each: rows are routed as before, and outputs are sums."""
 
-    def __init__(self, local: nn.Module, num_experts: int, exchange: RowExchange) -> None:
-        """`local` computes the addends of this rank's share. Experts after the first `num_experts` have no weights."""
+    def __init__(
+        self, local: nn.Module, num_experts: int, exchange: RowExchange, added_once: Sequence[str] = ()
+    ) -> None:
+        """`local` computes the addends of this rank's share. Experts after the first `num_experts` have no weights.
+        `added_once` names biases of the outputs, which the rank with part 0 adds.
+        """
         super().__init__()
         self.local = local
         self._num_experts = num_experts
         self._exchange = exchange
+        self._biases = {name: local.get_parameter(name).data for name in added_once}
+        self.follow_share()
+
+    def follow_share(self) -> None:
+        """Adapts to the share that this rank holds now."""
+        for name, bias in self._biases.items():
+            added = bias if self._exchange.share.has_first else torch.zeros_like(bias)
+            self.local.get_parameter(name).data = added
 
     def forward(self, hidden: Tensor, *routing: Tensor) -> Tensor:
         out_TF = self._routed(hidden, *routing) if routing else self._grouped(hidden)
@@ -238,17 +313,17 @@ class ShardedExperts(nn.Module):
         hidden_RF, ids_RE, weights_RE = (
             self._exchange.all_rows(rows).clone() for rows in (hidden.reshape(-1, hidden.shape[-1]), ids_TE, weights_TE)
         )
-        if self._exchange.share.index:
+        if not self._exchange.share.has_first:
             weights_RE = without_weightless(ids_RE, weights_RE, self._num_experts)
-        return self._exchange.sum_parts(self.local(hidden_RF, ids_RE, weights_RE))
+        return self._exchange.sum_results(self.local(hidden_RF, ids_RE, weights_RE))
 
     def _grouped(self, hidden_ETF: Tensor) -> Tensor:
         """The outputs of rows [E * T, F], the same number of each of the E experts."""
         num_experts, num_features = self._num_experts, hidden_ETF.shape[-1]
         rows_NETF = self._exchange.all_rows(hidden_ETF).unflatten(0, (-1, num_experts, len(hidden_ETF) // num_experts))
         rows_ENTF = rows_NETF.transpose(0, 1)
-        part_RF: Tensor = self.local(rows_ENTF.reshape(-1, num_features))
-        return self._exchange.sum_parts(part_RF.view(rows_ENTF.shape).transpose(0, 1).reshape(-1, num_features))
+        own_RF: Tensor = self.local(rows_ENTF.reshape(-1, num_features))
+        return self._exchange.sum_results(own_RF.view(rows_ENTF.shape).transpose(0, 1).reshape(-1, num_features))
 
 
 def without_weightless(ids_RE: Tensor, weights_RE: Tensor, num_experts: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Loads the share of a checkpoint's weights that one rank holds.
+"""Loads the share of a checkpoint's weights that one rank holds, and later other parts.
 
 The rules are derived from the model without weights, which also passes the preflight. Then the share is read, and
 layers are replaced by sharded ones.
@@ -6,6 +6,7 @@ layers are replaced by sharded ones.
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from longleaf.errors import ModelRefused
 from longleaf.formatting import human_bytes
 from workers.model import latent
 from workers.model import model as models
+from workers.model.local_weights import LocalParameter, LocalWeights, describe_share
 from workers.model.meta_model import Outline, outline
 from workers.model.model import Model
 from workers.model.quantized_weights import Quantization, pop_quantization
@@ -49,6 +51,7 @@ class ShardedModel:
     model: Model
     plan: WeightPlan
     num_bytes_read: int
+    weights: LocalWeights
 
 
 def load_share(folder: str, dtype: DtypeName, device: str, share: Share) -> ShardedModel:
@@ -70,19 +73,25 @@ def load_share(folder: str, dtype: DtypeName, device: str, share: Share) -> Shar
     module, loaded = found.module, found.loaded
     models.check_complete(folder, loaded.missing, loaded.mismatched)
     local_bytes = sum(parameter.nbytes for parameter in module.parameters())
-    numbers = f"{human_bytes(local_bytes)} on rank {share.index} of {share.count}, {human_bytes(loaded.num_bytes)} read"
+    numbers = f"{human_bytes(local_bytes)} in {describe_share(share)}, {human_bytes(loaded.num_bytes)} read"
     log.info("weights: sharded, %s", numbers)
-    return ShardedModel(_assemble(found, device, share), found.plan, loaded.num_bytes)
+    model, places = _assemble(found, device, share)
+    assert model.exchange is not None
+    read = partial(_read_parts, folder, config, dtype, device, found, quantization)
+    return ShardedModel(model, found.plan, loaded.num_bytes, LocalWeights(places, model.exchange, read))
 
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
     """A module with the share of its weights, built by one of the auto classes of transformers."""
 
+    number: int
     module: PreTrainedModel
     loaded: LoadedShare
     plan: WeightPlan
     known: Outline
+    shapes: dict[str, tuple[int, ...]]
+    """The full shapes of the parameters."""
 
 
 def _attempt(
@@ -98,6 +107,7 @@ def _attempt(
     known = outline(folder, dtype, number)
     plan = plan_weights(known, share.count)
     module = models.build_on_meta(config, dtype, number)
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.state_dict().items()}
     for name in plan.embeddings:
         _shift_padding(module.get_submodule(name), share)
     try:
@@ -107,18 +117,39 @@ def _attempt(
         raise
     except Exception as error:  # any error in the files refuses the folder
         raise models.refusal(folder, error, config) from error
-    return _Attempt(module, loaded, plan, known)
+    return _Attempt(number, module, loaded, plan, known, shapes)
+
+
+def _read_parts(
+    folder: str,
+    config: PreTrainedConfig,
+    dtype: DtypeName,
+    device: str,
+    made: _Attempt,
+    quantization: Quantization | None,
+    share: Share,
+) -> tuple[dict[str, Tensor], int]:
+    """The divided parameters of a share, and the bytes that were read for them."""
+    module = models.build_on_meta(config, dtype, made.number)
+    cuts = made.plan.cuts
+    with large_blocks_apart(), loading_to_device(device):
+        loaded = read_share(module, Path(folder), cuts, share, module.dtype, quantization, only_divided=True)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return {name: parameters[name].data for name in cuts if not parameters[name].is_meta}, loaded.num_bytes
 
 
 def _shift_padding(embedding: Any, share: Share) -> None:
     """Sets the index of the padding word within the share: some families zero its row after loading."""
-    start, end = share.bounds(embedding.num_embeddings)
-    index = embedding.padding_idx
-    embedding.padding_idx = index - start if index is not None and start <= index < end else None
+    index, offset = embedding.padding_idx, 0
+    embedding.padding_idx = None
+    for start, end in share.ranges(embedding.num_embeddings):
+        if index is not None and start <= index < end:
+            embedding.padding_idx = offset + index - start
+        offset += end - start
 
 
-def _assemble(found: _Attempt, device: str, share: Share) -> Model:
-    """The model that computes with the ranks of the other shares."""
+def _assemble(found: _Attempt, device: str, share: Share) -> tuple[Model, dict[str, LocalParameter]]:
+    """The model that computes with the ranks of the other shares, and the places of its divided parameters."""
     module, known = found.module, found.known.model
     module.eval().requires_grad_(False)
     module.to(torch.device(device))  # pyright: ignore[reportArgumentType]
@@ -126,8 +157,16 @@ def _assemble(found: _Attempt, device: str, share: Share) -> Model:
     latent.absorb_as(module, known.module)
     ropes, rotary = replace_rotary(models.decoder_of(module), module.config.get_text_config())
     exchange = RowExchange(share)
-    replace_modules(module, sharded_layers(parts, found.plan, exchange))
-    return replace(known, module=module, device=device, ropes=ropes, rotary=rotary, exchange=exchange)
+    layers = sharded_layers(parts, found.plan, exchange)
+    replace_modules(module, layers)
+    model = replace(known, module=module, device=device, ropes=ropes, rotary=rotary, exchange=exchange)
+    places = dict[str, LocalParameter]()
+    for name, cut in found.plan.cuts.items():
+        owner, _, leaf = name.rpartition(".")
+        is_transposed = isinstance(parts[owner], Conv1D) and leaf == "weight"
+        size = found.shapes[name][cut.dim]
+        places[name] = LocalParameter(layers[parts[owner]], leaf, cut, size, is_transposed)
+    return model, places
 
 
 @torch.no_grad()
@@ -147,10 +186,7 @@ def sharded_layers(parts: dict[str, Any], plan: WeightPlan, exchange: RowExchang
         found[parts[name]] = ShardedEmbedding(parts[name], parts[name].num_embeddings, exchange)
     for experts in plan.experts:
         part = parts[experts.name]
-        if exchange.share.index:
-            for leaf in experts.added_once:
-                part.get_parameter(leaf).zero_()
-        found[part] = ShardedExperts(part, experts.num_experts, exchange)
+        found[part] = ShardedExperts(part, experts.num_experts, exchange, experts.added_once)
     return found
 
 

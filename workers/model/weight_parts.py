@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from workers.model import model as models
 from workers.model.meta_model import Outline, StretchedProducts
 from workers.model.sharded_layers import without_weightless
-from workers.model.weight_shares import Cut, Share
+from workers.model.weight_shares import Cut, Share, select
 
 MIN_OUTPUTS = 32
 """Layers with fewer outputs, such as gates and routers, are on every rank."""
@@ -385,11 +385,11 @@ def are_addends(experts: nn.Module, cuts: dict[str, Cut], once: Sequence[str], c
         whole = _with_parts(experts, parameters=full)(hidden, *routing)
         total = torch.zeros_like(whole)
         for index in range(2):
-            share = Share(index, 2)
+            share = Share.even(index, 2)
             own = {name: take(one, cuts[name], share) if name in cuts else one for name, one in full.items()}
-            own |= {name: torch.zeros_like(full[name]) for name in once if index}
+            own |= {name: torch.zeros_like(full[name]) for name in once if not share.has_first}
             given = routing
-            if index and routing:
+            if routing and not share.has_first:
                 ids, weights = routing
                 given = [ids, without_weightless(ids, weights, num_experts)]
             total += _with_parts(experts, parameters=own)(hidden, *given)
@@ -400,8 +400,8 @@ def are_addends(experts: nn.Module, cuts: dict[str, Cut], once: Sequence[str], c
 
 def take(parameter: Tensor, cut: Cut, share: Share) -> Tensor:
     """The slice of a parameter that belongs to a share, as a new tensor."""
-    ranges = cut.ranges(parameter.shape[cut.dim], share)
-    return torch.cat([parameter.narrow(cut.dim, start, end - start) for start, end in ranges], dim=cut.dim)
+    size = parameter.shape[cut.dim]
+    return select(cut.ranges(size, share), [([(0, size)], parameter)], cut.dim)
 
 
 def _layouts(experts: nn.Module, num_features: int, num_shares: int) -> Iterator[dict[str, Cut]]:

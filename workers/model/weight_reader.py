@@ -216,10 +216,12 @@ def read_share(
     share: Share,
     dtype: torch.dtype,
     quantization: Quantization | None = None,
+    *,
+    only_divided: bool = False,
 ) -> LoadedShare:
     """Reads a share of the weights into `module`, whose parameters are on the meta device and have their full shapes.
-    Parameters that no cut names are read in full. Quantized weights are dequantized. Raises ModelRefused and the errors
-    of transformers.
+    Parameters that no cut names are read in full, or with `only_divided` stay on the meta device, as do parameters
+    that are tied to others. Quantized weights are dequantized. Raises ModelRefused and the errors of transformers.
     """
     mapping: Any = get_model_conversion_mapping(module)
     with open_weights(folder) as (stored, reader):
@@ -243,6 +245,7 @@ def read_share(
         slices = {
             name: _restricted(tensor, *targets[name], converters[name], early, shapes, share)
             for name, tensor in tensors.items()
+            if targets[name][0] in cuts or not only_divided
         }
         config = LoadStateDictConfig(
             pretrained_model_name_or_path=str(folder),
@@ -255,7 +258,8 @@ def read_share(
         apply_environment(loading_environment())  # one tensor at a time, so that the host holds at most one beside them
         # private functions of transformers, which `from_pretrained` calls in this order
         info, _ = type(module)._load_pretrained_model(module, slices, None, config)
-        info = type(module)._finalize_model_loading(module, config, info)
+        if not only_divided:
+            info = type(module)._finalize_model_loading(module, config, info)
         for name in late:
             parameter = module.get_parameter(name)
             ranges = cuts[name].ranges(parameter.shape[cuts[name].dim], share)

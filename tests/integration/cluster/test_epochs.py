@@ -22,9 +22,10 @@ from longleaf.rank_protocol.group_messages import (
     Ready,
     StoreOpened,
 )
-from longleaf.rank_protocol.member_messages import Died, Load, MemberProgress
+from longleaf.rank_protocol.member_messages import Died, Hold, Load, MemberProgress
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
 from longleaf.sampling import Token
+from longleaf.shares import even_share
 from tests.support.members import ScriptedMember
 
 pytestmark = pytest.mark.timeout(60)
@@ -49,9 +50,9 @@ class World:
     async def kill(self, member: int) -> None:
         self.killed.append(member)
 
-    async def add(self, node: str = "a", deaf_to: Collection[type[ToRank]] = (), share: int = 0) -> int:
-        """Adds a member that loads the model, or this share of it, beside the epoch."""
-        number, invitation = self.control.registry.invite(share)
+    async def add(self, node: str = "a", deaf_to: Collection[type[ToRank]] = (), slot: int = 0) -> int:
+        """Adds a member of this slot that loads the model beside the epoch."""
+        number, invitation = self.control.registry.invite(slot)
         self.members[number] = ScriptedMember(invitation, number, node, deaf_to)
         await self.control.registry.admit(number)
         return number
@@ -137,20 +138,64 @@ async def test_remaining_members_form_the_next_epoch(make_world: MakeWorld, lost
     ]
 
 
+def share(index: int, count: int = 3) -> Load:
+    return Load(even_share(index, count))
+
+
 async def test_a_group_with_sharded_weights_waits_for_the_replacement(make_world: MakeWorld) -> None:
     world = await make_world(3, weights="sharded")
-    assert [world.members[member].loads for member in range(3)] == [[Load(0)], [Load(1)], [Load(2)]]
+    assert [world.members[member].loads for member in range(3)] == [[share(0)], [share(1)], [share(2)]]
     world.control.registry.attach_supervisor(lambda _: None)
     world.control.on_process_exit(1, "was killed by signal 9")
     await world.control.group.wait_ended()
+    assert world.control.missing_weights == pytest.approx(1 / 3)
     forming = asyncio.ensure_future(world.control.form(2))
-    await world.add(share=0)  # it holds another share than the lost member
-    await world.control.registry.wait_until(lambda: world.control.num_ready == 3)
+    await asyncio.sleep(0)
     assert not forming.done()
-    world.control.registry.kill(3, "is not needed")
-    member = await world.add(share=1)
-    assert world.members[member].loads == [Load(1)]
+    member = await world.add(slot=1)
+    assert world.members[member].loads == [share(1)]
     assert (await forming).members == (0, 2, member)
+    assert not any(world.members[number].holds for number in (0, 2, member))
+    assert not world.control.missing_weights
+
+
+async def test_survivors_with_room_read_lost_parts_and_return_them_to_the_replacement(make_world: MakeWorld) -> None:
+    world = await make_world(3, weights="sharded", spare_ranks=1)
+    world.control.on_process_exit(1, "was killed by signal 9")
+    await world.control.group.wait_ended()
+    assert (await world.control.form(2)).members == (0, 2)
+    left = {number: world.members[number] for number in (0, 2)}
+    assert [one.holds for one in left.values()] == [[Hold(tuple(range(120)))], [Hold(tuple(range(120, 240)))]]
+    member = await world.add(slot=1)
+    assert world.members[member].loads == [share(1)]
+    assert (await world.control.form(3)).members == (0, 2, member)
+    assert [one.holds[1:] for one in left.values()] == [[Hold(even_share(0, 3))], [Hold(even_share(2, 3))]]
+    assert not world.members[member].holds
+
+
+async def test_a_member_lost_while_it_reads_weights_is_replaced_by_another_deal(make_world: MakeWorld) -> None:
+    world = await make_world(4, weights="sharded", spare_ranks=2)
+    world.members[2].deaf_to = {Hold}
+    world.control.on_process_exit(1, "was killed by signal 9")
+    await world.control.group.wait_ended()
+    forming = asyncio.ensure_future(world.control.form(2))
+    await until(lambda: bool(world.members[0].holds and world.members[3].holds))
+    assert world.control.missing_weights
+    world.control.on_process_exit(2, "was killed by signal 9")
+    assert (await forming).members == (0, 3)
+    shares = [set(world.members[number].holds[-1].parts) for number in (0, 3)]
+    assert len(shares[0]) == len(shares[1]) == 120
+    assert shares[0] | shares[1] == set(range(240))
+    assert all(set(world.members[number].holds[0].parts) <= shares[i] for i, number in enumerate((0, 3)))
+
+
+async def test_a_member_that_does_not_read_its_parts_in_time_is_killed(make_world: MakeWorld) -> None:
+    world = await make_world(3, weights="sharded", spare_ranks=2, start_timeout=1.0)
+    world.members[2].deaf_to = {Hold}
+    world.control.on_process_exit(1, "was killed by signal 9")
+    await world.control.group.wait_ended()
+    assert (await world.control.form(2)).members == (0,)
+    assert world.killed == [2]
 
 
 async def test_sharded_weights_without_a_replacement_end_the_service(make_world: MakeWorld) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from threading import Thread
 
@@ -84,7 +84,7 @@ async def test_last_log_line_of_a_failing_member_is_forwarded(caplog: pytest.Log
 class Noisy(EchoRank):
     """Logs during its start."""
 
-    def load(self, share: int = 0) -> None:
+    def load(self, parts: Sequence[int] = ()) -> None:
         library.warning("shared memory is full (slower)")
 
     def join(self, join: Join) -> Ready:

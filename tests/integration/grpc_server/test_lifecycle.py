@@ -5,7 +5,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ class LateRank(EchoRank):
         super().__init__(spec)
         self._rank, self._pipe = spec.member, pipe
 
-    def load(self, share: int = 0) -> None:
+    def load(self, parts: Sequence[int] = ()) -> None:
         if self._rank == 1:
             self._pipe.read_bytes()
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -146,8 +146,8 @@ class PerturbedRank(Rank):
     """Rank 1 stores its keys correctly, but the values of its first slot are wrong: a single key of all is
     perturbed."""
 
-    def load(self, share: int = 0) -> None:
-        super().load(share)
+    def load(self, parts: Sequence[int] = ()) -> None:
+        super().load(parts)
         if self._spec.member == 1:
             self.pool.store = Perturbed(self.pool)
 

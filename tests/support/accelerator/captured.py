@@ -46,10 +46,10 @@ class DeviceRank(Rank):
         self.sampler = DeviceSampler("cpu", num_sequences)
         self.last_ids = DeviceIds(num_sequences, "cpu")
 
-    def load(self, share: int = 0) -> None:
+    def load(self, parts: Sequence[int] = ()) -> None:
         kernels = TritonKernels(NUM_MULTIPROCESSORS, self._launcher)
         with patch.object(registry, "choose", lambda *_: kernels):
-            super().load(share)
+            super().load(parts)
         self.graphs = self.recorded
         for retained in self.tensors():
             retained.zero_()  # unwritten memory must be the same everywhere

@@ -78,6 +78,7 @@ class FakeRanks:
         self.joinable: list[int] = []
         """Members that have loaded the model and are in no epoch."""
         self.losses: tuple[Loss, ...] = ()
+        self.missing_weights = 0.0
         self.layouts: list[KvLayout] = []
         self.pieces: dict[str, frozenset[int]] = {}
         """The positions of each piece on storage, by name. A test damages a piece by removing some of them."""

@@ -261,9 +261,13 @@ class EchoRank:
     def open_store(self) -> int:
         return 0
 
-    def load(self, share: int = 0) -> None:
+    def load(self, parts: Sequence[int] = ()) -> None:
         if self._fault and self._fault.step == 0:
             self._fault.trigger(self._fault.kind)
+
+    def hold(self, parts: Sequence[int]) -> int:
+        """Holds no weights."""
+        return 0
 
     def join(self, join: Join) -> Ready:
         assert join.nodes[join.rank] == self._spec.node

@@ -2,7 +2,7 @@
 that it joins and leaves."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -74,8 +74,12 @@ class ScriptedRank:
     def make_hello(self) -> Hello:
         return Hello(self._rank, "here", "127.0.0.1", 1)
 
-    def load(self, share: int = 0) -> None:
+    def load(self, parts: Sequence[int] = ()) -> None:
         pass
+
+    def hold(self, parts: Sequence[int]) -> int:
+        self._do("hold", *parts)
+        return len(parts)
 
     def open_store(self) -> int:
         self._do("open")

@@ -40,7 +40,7 @@ def computed(order, make, *inputs_N, own):
 
     @torch.inference_mode()
     def work(comm):
-        share = Share(order[comm.rank], len(order))
+        share = Share.even(order[comm.rank], len(order))
         exchange = RowExchange(share)
         module = make(share, exchange)
         exchange.enter(comm, "cpu", "cpu")
@@ -168,12 +168,12 @@ def test_experts_of_which_some_have_no_weights(order, own):
 
 def test_ranks_that_do_not_hold_each_share_once_are_refused(order):
     def work(comm):
-        with pytest.raises(GroupFailed, match="a group needs 3 ranks with one share each, not shares 0, 0"):
-            RowExchange(Share(0, len(order))).enter(comm, "cpu", "cpu")
+        with pytest.raises(GroupFailed, match="240 of 240 parts are not held by exactly one"):
+            RowExchange(Share.even(0, len(order))).enter(comm, "cpu", "cpu")
 
     on_ends(loopback(2), work)
-    with pytest.raises(GroupFailed, match="not shares 1"):
-        RowExchange(Share(1, len(order))).enter(None, "cpu", "cpu")
+    with pytest.raises(GroupFailed, match="160 of 240 parts"):
+        RowExchange(Share.even(1, len(order))).enter(None, "cpu", "cpu")
 
 
 def test_ranks_on_different_processors_are_refused(order):
@@ -181,13 +181,13 @@ def test_ranks_on_different_processors_are_refused(order):
 
     def work(comm):
         with pytest.raises(GroupFailed, match=f"processors of the ranks differ.* this rank has kind {comm.rank % 2}"):
-            RowExchange(Share(order[comm.rank], len(order))).enter(comm, "cpu", f"kind {comm.rank % 2}")
+            RowExchange(Share.even(order[comm.rank], len(order))).enter(comm, "cpu", f"kind {comm.rank % 2}")
 
     on_ends(loopback(len(order)), work)
 
 
 def test_a_share_computes_nothing_outside_of_a_group(order):
-    group = OutputGroup(RowExchange(Share(order[0], 3)))
+    group = OutputGroup(RowExchange(Share.even(order[0], 3)))
     layer = ShardedLinear(nn.Linear(HIDDEN, WIDTH), 3 * WIDTH, group)
     with pytest.raises(RuntimeError, match="outside of a group"):
         layer(torch.zeros(1, HIDDEN))

@@ -161,4 +161,4 @@ def test_a_share_is_an_equal_part_of_the_weights(known, family, count):
     every = sum(p.numel() * p.itemsize for name, p in found.parameters.items() if name not in plan.cuts)
     assert every < 0.02 * whole
     for index in range(count):
-        assert share_bytes(found, plan, Share(index, count)) - every <= 1.02 * whole / count
+        assert share_bytes(found, plan, Share.even(index, count)) - every <= 1.02 * whole / count

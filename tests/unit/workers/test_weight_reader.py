@@ -34,7 +34,7 @@ def test_a_share_has_the_bits_of_the_whole_parameters(tmp_path, family):
     plan, plain = plan_weights(known, 3), load_plain(folder).state_dict()
     whole = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     for index in range(3):
-        share = Share(index, 3)
+        share = Share.even(index, 3)
         module, loaded = read(folder, share, plan)
         assert not (loaded.missing or loaded.mismatched)
         for name, parameter in module.state_dict().items():
@@ -50,7 +50,7 @@ def test_a_share_of_several_files_is_the_same(tmp_path):
     plain = load_plain(folder)
     plain.save_pretrained(tmp_path / "many", max_shard_size="100KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
-    plan, share = plan_weights(outline(str(folder), "float32"), 2), Share(1, 2)
+    plan, share = plan_weights(outline(str(folder), "float32"), 2), Share.even(1, 2)
     (one, _), (many, _) = (read(path, share, plan) for path in (folder, tmp_path / "many"))
     assert all(torch.equal(many.state_dict()[name], found) for name, found in one.state_dict().items())
 
@@ -59,7 +59,7 @@ def test_dtypes_are_converted_as_they_are_read(tmp_path):
     folder = make_checkpoint(tmp_path, "llama")
     module = build_on_meta(read_config(str(folder)), "bfloat16")
     plan = plan_weights(outline(str(folder), "bfloat16"), 2)
-    read_share(module, folder, plan.cuts, Share(0, 2), torch.bfloat16)
+    read_share(module, folder, plan.cuts, Share.even(0, 2), torch.bfloat16)
     assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
 
 
