@@ -33,6 +33,11 @@ added to both. If a member sends a larger message, ZMQ closes its connection bef
 MAX_AT_ONCE = 64
 """Messages handled per turn of the event loop."""
 
+_open_contexts = set[zmq.asyncio.Context]()
+"""Contexts in use. Without this reference, the garbage collector would terminate the context of a socket that was not
+closed, and wait for the socket forever.
+"""
+
 OnMessage = Callable[[int, FromRank], None]
 """Handles a message from a member. Raises ValueError for a message that the member may not send."""
 
@@ -43,6 +48,7 @@ class ControlSocket:
     def __init__(self, config: EngineConfig, host: str, on_message: OnMessage) -> None:
         self._on_message = on_message
         self._context = zmq.asyncio.Context()
+        _open_contexts.add(self._context)
         self._members = MemberAuthenticator(self._context)
         # Untyped, because the package's own annotations are partial. Not a zmq.asyncio socket: its futures would delay
         # each message by several turns of the loop.
@@ -154,3 +160,4 @@ class ControlSocket:
         await self._members.close(self._socket)
         self._socket.close()
         await asyncio.to_thread(self._context.term)
+        _open_contexts.discard(self._context)

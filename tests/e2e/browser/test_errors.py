@@ -122,7 +122,7 @@ def test_dismissed_credential_prompt_is_reported_and_can_be_reopened(browser: An
         (404, "context_not_found", None, "Add its file again"),
         (409, "already_exists", None, "Choose another one, or append the file"),
         (410, "", None, "Add the file again."),
-        (415, "", None, "Save the document as text"),
+        (415, "", None, "This file cannot be read: why"),
         (429, "", "7", "Try again in 7 s."),
         (429, "insufficient_quota", None, "Delete documents, or wait"),
         (503, "", "1", "The service is not available: why. Try again in a moment."),
