@@ -1,5 +1,7 @@
 """The bytes of a rank's KV cache that are assigned to replicated windowed layers."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
@@ -155,5 +157,6 @@ def test_pool_larger_than_memory_is_refused_before_loading(monkeypatch):
 def test_check_uses_the_memory_limit_of_a_container(monkeypatch):
     monkeypatch.setattr(resources, "memory", lambda: resources.Memory(1 << 40, 500))
     config = EngineConfig(model="", world_size=4, device="cpu")
-    assert kv_bytes_beside(25, None, config) == [(500 - 4 * 25) * 0.4 / 4] * 4
-    assert kv_bytes_beside(150, None, config) == [0] * 4
+    model = SimpleNamespace(spare_bytes=0)
+    assert kv_bytes_beside(25, model, config) == [(500 - 4 * 25) * 0.4 / 4] * 4
+    assert kv_bytes_beside(150, model, config) == [0] * 4

@@ -256,8 +256,7 @@ async def test_ranks_with_different_storage_are_reported(tmp_path: Path) -> None
     async with opened(tmp_path / "here") as bench:
         bench.ranks.store = Store.open(str(tmp_path / "there"))
         await bench.ingest(3)
-        await until(lambda: bench.snapshots.view().error)
-        assert "--snapshot-url must be storage that all machines share" in bench.snapshots.view().error
+        await until(lambda: "--snapshot-url must be storage that all machines share" in bench.snapshots.view().error)
 
 
 async def test_missing_segments_are_saved_again(tmp_path: Path) -> None:
