@@ -267,7 +267,7 @@ def test_command_measures_cases_of_all_kinds(monkeypatch, tmp_path, capsys):
     for name, value in {"captured": lambda calls: lambda: None, "seconds": lambda call: 1e-5}.items():
         monkeypatch.setattr(timing, name, value)
     monkeypatch.setattr(timing, "copy_bandwidth", lambda device: 1e12)
-    monkeypatch.setattr(command, "load", lambda: [DenseBackend()])
+    monkeypatch.setattr(command, "load", lambda: {"triton": DenseBackend()})
     monkeypatch.setattr("bench.gpu.subjects.MAX_SETS", 1)
     monkeypatch.setattr(steps, "Steps", partial(steps.Steps, shape=TINY, dtype="float32"))
     answered = sharing.Answered()
