@@ -241,61 +241,56 @@ class PackedIntegers:
         return f"{self.kind} int{self.num_bits} {groups}"
 
     def axes(self, role: str) -> Axes:
-        per_word, groups = WORD_BITS // self.num_bits, self.group
         if role == "groups":
             return {1: Axis(0)}
-        by_group = {} if self.has_groups else {1: Axis(0 if self._is_transposed else 1, groups)}
-        match self.kind, role:
-            case "compressed-tensors", "packed":
-                return {0: Axis(0), 1: Axis(1, per_word)}
-            case "compressed-tensors", "zero_point":
-                return {0: Axis(0, per_word)} | by_group
-            case "compressed-tensors", _:
-                return {0: Axis(0)} | by_group
-            case "gptq", "packed":
-                return {0: Axis(1), 1: Axis(0, per_word)}
-            case _, "packed":
-                return {0: Axis(1, per_word), 1: Axis(0)}
-            case _, "zero_point":
-                return {0: Axis(1, per_word)} | by_group
+        outputs, inputs = (1, 0) if self._is_transposed else (0, 1)
+        per_word, packed = WORD_BITS // self.num_bits, self._packed_dim(role)
+        found = {0: Axis(outputs, per_word if packed == outputs else 1)}
+        if role == "packed":
+            found[1] = Axis(inputs, per_word if packed == inputs else 1)
+        elif not self.has_groups:
+            found[1] = Axis(inputs, self.group)
+        return found
+
+    def _packed_dim(self, role: str) -> int | None:
+        """The dim along which the words of a stored tensor hold integers; None for scales."""
+        if role not in ("packed", "zero_point"):
+            return None
+        match self.kind:
+            case "compressed-tensors":
+                return 1 if role == "packed" else 0
+            case "gptq":
+                return 0 if role == "packed" else 1
             case _:
-                return {0: Axis(1)} | by_group
+                return 1
 
     def combine(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
         rows, columns = shape
-        packed, scale, zero = parts["packed"], parts["scale"].to(torch.float32), None
-        match self.kind:
-            case "compressed-tensors":
-                numbers = self._unpack(packed, 1)
-                zero = self._unpack(parts["zero_point"], 0) if "zero_point" in parts else None
-            case "gptq":
-                numbers = self._unpack(packed, 0).T
-                zero = self._unpack(parts["zero_point"], 1).T if "zero_point" in parts else None
-            case _:
-                numbers = self._unpack(packed, 1).T
-                zero = self._unpack(parts["zero_point"], 1).T if "zero_point" in parts else None
+        numbers, scale = self._unpack(parts, "packed"), parts["scale"].to(torch.float32)
         scale = scale.T if self._is_transposed else scale
         groups = parts["groups"].long() if self.has_groups else torch.arange(columns) // self.group
         if self.has_groups and not 0 <= int(groups.min()) <= int(groups.max()) < scale.shape[1]:
             raise ValueError(f"an input has a group outside of 0 to {scale.shape[1] - 1}")
-        if zero is None:
-            numbers = numbers[:rows, :columns] - (1 << (self.num_bits - 1))
-        else:
-            numbers = numbers[:rows, :columns] - (zero[:rows, groups] + self.zero_offset)
-        return numbers.to(torch.float32) * scale[:rows, groups]
+        zero: Tensor | int = 1 << (self.num_bits - 1)
+        if "zero_point" in parts:
+            zero = self._unpack(parts, "zero_point")[:rows, groups] + self.zero_offset
+        return (numbers[:rows, :columns] - zero).to(torch.float32) * scale[:rows, groups]
 
     @property
     def _is_transposed(self) -> bool:
         return self.kind != "compressed-tensors"
 
-    def _unpack(self, words: Tensor, dim: int) -> Tensor:
-        """The integers of words along a dim, from 0."""
-        per_word = WORD_BITS // self.num_bits
+    def _unpack(self, parts: Mapping[str, Tensor], role: str) -> Tensor:
+        """The integers of packed words, from 0: [outputs, inputs or groups]."""
+        words, per_word = parts[role], WORD_BITS // self.num_bits
+        dim = self._packed_dim(role)
+        assert dim is not None
         shifts = AWQ_SHIFTS if self.kind == "awq" else range(0, WORD_BITS, self.num_bits)
         found = [(words >> shift) & ((1 << self.num_bits) - 1) for shift in shifts]
         shape = list(words.shape)
         shape[dim] *= per_word
-        return torch.stack(found, dim=dim + 1).reshape(shape)
+        unpacked = torch.stack(found, dim=dim + 1).reshape(shape)
+        return unpacked.T if self._is_transposed else unpacked
 
 
 def _packed_shapes(kind: str, rows: int, columns: int, num_groups: int, num_bits: int) -> tuple[list[int], list[int]]:

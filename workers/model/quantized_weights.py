@@ -21,6 +21,7 @@ from workers.model.dequantization import (
     PackedIntegers,
     ScaledNumbers,
 )
+from workers.model.weight_shares import num_elements, select
 
 METHODS = ("fp8", "compressed-tensors", "mxfp4", "awq", "gptq", "modelopt")
 """Values of `quant_method` of which the layouts are known."""
@@ -114,6 +115,7 @@ class DequantizedTensor:
         axes = {role: self._layout.axes(role).get(dim) for role in self._stored}
         unit = lcm(*(axis.unit for axis in axes.values() if axis is not None))
         read = _joined([(start // unit * unit, min(-(-end // unit) * unit, shape[dim])) for start, end in self._ranges])
+        shape[dim] = num_elements(read)
         parts = dict[str, Tensor]()
         for role, tensor in self._stored.items():
             axis, stored_shape = axes[role], tensor.get_shape()
@@ -121,15 +123,11 @@ class DequantizedTensor:
                 needed = [(start // axis.unit, -(-end // axis.unit)) for start, end in read]
                 tensor = tensor.restricted_to(axis.dim, needed)
             parts[role] = tensor[...]
-        found_indices, wanted = _indices(read), _indices(self._ranges)
-        shape[dim] = len(found_indices)
         try:
             found = self._layout.combine(parts, tuple(shape))
         except ValueError as error:
             raise ModelRefused(f"{self._name} ({self.layout}): {error}") from None
-        if len(found_indices) != len(wanted):
-            found = found.index_select(dim, torch.searchsorted(found_indices, wanted))
-        found = found.to(self._dtype)
+        found = select(self._ranges, [(read, found)], dim).to(self._dtype)
         if not found.isfinite().all():
             raise ModelRefused(f"{self._name} ({self.layout}): a number or a scale is not finite in {self._dtype}")
         return found
@@ -258,7 +256,3 @@ def _joined(ranges: Ranges) -> list[tuple[int, int]]:
         else:
             found.append((start, end))
     return found
-
-
-def _indices(ranges: Ranges) -> Tensor:
-    return torch.cat([torch.arange(start, end) for start, end in ranges])
