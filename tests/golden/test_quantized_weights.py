@@ -22,11 +22,12 @@ from workers.model.sharded_model import load_share
 from workers.model.weight_reader import open_weights
 from workers.model.weight_shares import Share
 from zoo.checkpoints import make_checkpoint
+from zoo.families import Family
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 16], "activation_scheme": "dynamic"}
 COMPRESSED = {"quant_method": "compressed-tensors"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
-LAYOUTS: dict[str, tuple[str, dict[str, Any], Writer]] = {
+LAYOUTS: dict[str, tuple[Family, dict[str, Any], Writer]] = {
     "fp8 32x16": ("llama", FP8, quantized.fp8((32, 16))),
     "fp8 24x40, cut at the end": ("llama", {**FP8, "weight_block_size": [24, 40]}, quantized.fp8((24, 40))),
     "fp8 by channel": ("qwen3_moe", COMPRESSED, quantized.fp8((1, 10**6), "weight_scale")),
@@ -103,6 +104,63 @@ def test_loaded_model_has_the_dequantized_weights(tmp_path: Path, layout: str) -
     assert found.keys() == wanted.keys()
     for name, weight in wanted.items():
         assert torch.equal(found[name], weight), name
+
+
+def rewritten(folder: Path, settings: dict[str, Any] | None) -> None:
+    """Replaces the quantization of a config; None: removes it."""
+    content = json.loads((folder / "config.json").read_text())
+    del content["quantization_config"]
+    added = {} if settings is None else {"quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(content | added))
+
+
+def stating(**weights: Any) -> dict[str, Any]:
+    """A config of compressed-tensors that states settings of its weights."""
+    return COMPRESSED | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
+def test_blocks_that_do_not_divide_a_weight_have_the_stated_size(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", num_layers=1)
+    stated = stating(block_structure=[128, 40])
+    expected = quantize(tmp_path, stated, quantized.fp8((128, 40), "weight_scale"), is_matrix)
+    found = read(tmp_path, stated)
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    for settings, words in (
+        (COMPRESSED, "a size that the config does not state"),
+        (stating(block_structure=[32, 40]), "32x40 each"),
+        (stated | {"quant_method": "fp8"}, "a size that the config does not state"),
+    ):
+        rewritten(tmp_path, settings)
+        with pytest.raises(ModelRefused, match=words):
+            load(str(tmp_path), "float32", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ("int4 in groups of 32", stating(group_size=128)),
+        ("awq", LAYOUTS["awq"][1] | {"group_size": 128}),
+    ],
+)
+def test_groups_have_the_stated_size(tmp_path: Path, layout: str, settings: dict[str, Any]) -> None:
+    make(tmp_path, layout)
+    rewritten(tmp_path, settings)
+    with pytest.raises(ModelRefused, match="groups of 128"):
+        load(str(tmp_path), "float32", "cpu")
+
+
+def test_nvfp4_of_modelopt_equals_that_of_compressed_tensors(tmp_path: Path) -> None:
+    expected = make(tmp_path, "nvfp4")
+    stored = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in stored if name.endswith("_packed")]:
+        weight = name.removesuffix("_packed")
+        stored[weight] = stored.pop(name)
+        stored[f"{weight}_scale_2"] = 1 / stored.pop(f"{weight}_global_scale")
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    found = read(tmp_path, {"quant_method": "modelopt"})
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=0)  # a factor and its inverse are rounded
 
 
 @pytest.mark.parametrize("layout", ["fp8 32x16", "fp8 by channel", "mxfp4", "nvfp4", "int4 with zero points", "awq"])
@@ -207,8 +265,47 @@ def test_damaged_tensor_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    ("layout", "name", "tensor", "words"),
+    [
+        ("int8 by channel", "weight_g_idx", torch.zeros(64, dtype=torch.int32), "its groups is not understood"),
+        ("int8 by channel", "weight_global_scale", torch.ones(1), "its divisor is not understood"),
+        ("int8 by channel", "pre_quant_scale", torch.ones(64), "pre_quant_scale belongs to a quantized layer"),
+        ("nvfp4", "weight_scale", torch.ones(192, 4), "its scales have the type F32"),
+        ("nvfp4", "weight_global_scale", None, "its global scale is missing"),
+        ("gptq", "qzeros", torch.full((2, 24), -1, dtype=torch.int32), "a zero point overflows"),
+    ],
+)
+def test_tensor_that_would_be_ignored_or_is_ambiguous_is_refused(
+    tmp_path: Path, layout: str, name: str, tensor: torch.Tensor | None, words: str
+) -> None:
+    make(tmp_path, layout)
+    stored = load_file(tmp_path / "model.safetensors")
+    key = f"{UP.removesuffix('.weight')}.{name}"
+    stored.pop(key, None)
+    save_file(stored | ({key: tensor} if tensor is not None else {}), tmp_path / "model.safetensors", {"format": "pt"})
+    for read_weights in (
+        lambda: load(str(tmp_path), "float32", "cpu"),
+        lambda: load_share(str(tmp_path), "float32", "cpu", Share.even(0, 2)),
+    ):
+        with pytest.raises(ModelRefused, match=words):
+            read_weights()
+
+
+def test_numbers_of_8_bits_without_a_quantization_are_refused(tmp_path: Path) -> None:
+    """transformers loads them without their scales."""
+    make(tmp_path, "fp8 by tensor")
+    rewritten(tmp_path, None)
+    words = "has the type F8_E4M3, but the config has no quantization_config"
+    with pytest.raises(ModelRefused, match=words):
+        load(str(tmp_path), "float32", "cpu")
+    with pytest.raises(ModelRefused, match=words):
+        load_share(str(tmp_path), "float32", "cpu", Share.even(0, 2))
+
+
+@pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"quant_method": "awq", "transform_config": {"config_groups": {}}}, "rotated weights (transform_config)"),
         ({"quant_method": "awq", "bits": 3}, "3 bits per number are not supported"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' is not supported"),
         ({"quant_method": "bitsandbytes"}, "the quantization 'bitsandbytes' is not supported: only fp8,"),

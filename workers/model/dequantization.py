@@ -8,7 +8,7 @@ Sources of the formats: transformers (`integrations/finegrained_fp8.py` and `mxf
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 from typing import Protocol
 
@@ -50,6 +50,11 @@ class Layout(Protocol):
         """The shape of the weight."""
         ...
 
+    @property
+    def roles(self) -> frozenset[str]:
+        """The roles of stored tensors that `combine` uses."""
+        ...
+
     def axes(self, role: str) -> Axes:
         """The axes of the stored tensor of a role."""
         ...
@@ -69,24 +74,34 @@ class ScaledNumbers:
     shape: tuple[int, ...]
     block: tuple[int, int]
     """Outputs and inputs per scale."""
+    roles = frozenset(("weight", "scale", "zero_point"))
 
     @classmethod
-    def of(cls, kind: str, shapes: Shapes, block: Sequence[int] | None) -> "ScaledNumbers":
-        """The layout of stored tensors. `block`: the stated size; None: it divides the weight evenly. Raises
-        ValueError if the shapes disagree.
+    def of(
+        cls, kind: str, shapes: Shapes, blocks: Sequence[Sequence[int]] = (), groups: Sequence[int] = ()
+    ) -> "ScaledNumbers":
+        """The layout of stored tensors. `blocks` and `groups` are the sizes that the config states. Raises ValueError
+        if the shapes disagree with each other or with these sizes.
         """
         shape, scale = tuple(shapes["weight"]), tuple(shapes["scale"])
         if len(shape) < 2:
             raise ValueError(f"the weight has the shape {list(shape)}, which is not one of a matrix")
         *lead, rows, columns = shape
         num_rows, num_columns = _grid(scale, lead)
-        if block is None:
-            if not num_rows or not num_columns or rows % num_rows or columns % num_columns:
-                raise ValueError(f"scales of the shape {list(scale)} do not divide a weight of {list(shape)}")
-            block = rows // num_rows, columns // num_columns
-        if (num_rows, num_columns) != (ceil(rows / block[0]), ceil(columns / block[1])):
-            raise ValueError(f"scales have the shape {list(scale)} for a weight of {list(shape)}, {_times(block)} each")
-        return cls(kind, shape, (block[0], block[1]))
+        grid = num_rows, num_columns
+        found = {(high, wide) for high, wide in blocks if grid == (ceil(rows / high), ceil(columns / wide))}
+        if len(found) > 1:
+            raise ValueError(f"blocks of its scales may have any of the sizes {sorted(found)}")
+        if found:
+            return cls(kind, shape, found.pop())
+        if num_rows not in (1, rows) or (num_rows == 1 < rows and num_columns > 1):
+            # the last blocks may be smaller, so the size does not follow from the number
+            sizes = " or ".join(map(_times, blocks)) or "a size that the config does not state"
+            raise ValueError(f"scales have the shape {list(scale)} for a weight of {list(shape)}, {sizes} each")
+        if not num_columns or columns % num_columns:
+            raise ValueError(f"scales of the shape {list(scale)} do not divide a weight of {list(shape)}")
+        _check_group(columns, num_columns, groups)
+        return cls(kind, shape, (rows // num_rows, columns // num_columns))
 
     @property
     def name(self) -> str:
@@ -128,6 +143,7 @@ class PackedFloats:
     shape: tuple[int, ...]
     block: int
     """Inputs per scale."""
+    roles = frozenset(("packed", "scale", "divisor", "factor"))
 
     @classmethod
     def of(cls, kind: str, shapes: Shapes, block: int) -> "PackedFloats":
@@ -164,7 +180,8 @@ class PackedExperts:
     """
 
     shape: tuple[int, ...]
-    name: str = field(default="mxfp4", init=False)
+    name = "mxfp4"
+    roles = frozenset(("blocks", "scale"))
 
     @classmethod
     def of(cls, shapes: Shapes) -> "PackedExperts":
@@ -198,6 +215,7 @@ class PackedIntegers:
     has_groups: bool
     zero_offset: int
     """Added to stored zero points; without any, the zero point is half of the range."""
+    roles = frozenset(("packed", "scale", "zero_point", "groups"))
 
     @classmethod
     def of(
@@ -207,9 +225,11 @@ class PackedIntegers:
         shape: Sequence[int] | None = None,
         num_bits: int | None = None,
         zero_offset: int = 0,
+        groups: Sequence[int] = (),
     ) -> "PackedIntegers":
         """The layout of stored tensors. `shape` and `num_bits` are derived from words that are full if they are not
-        stated. Raises ValueError if the shapes disagree.
+        stated. `groups` are the sizes that the config states. Raises ValueError if the shapes disagree with each other
+        or with these sizes.
         """
         packed, scale, zero_point = (list(shapes.get(role, ())) for role in ("packed", "scale", "zero_point"))
         if len(packed) != 2 or len(scale) != 2 or not all((*packed, *scale)):
@@ -233,6 +253,8 @@ class PackedIntegers:
         if "groups" in shapes and list(shapes["groups"]) != [columns]:
             raise ValueError(f"groups have the shape {list(shapes['groups'])} for {columns:,} inputs")
         has_groups = "groups" in shapes
+        if not has_groups:
+            _check_group(columns, scale[1], groups)
         return cls(kind, (rows, columns), num_bits, columns // scale[1], has_groups, zero_offset)
 
     @property
@@ -273,7 +295,10 @@ class PackedIntegers:
             raise ValueError(f"an input has a group outside of 0 to {scale.shape[1] - 1}")
         zero: Tensor | int = 1 << (self.num_bits - 1)
         if "zero_point" in parts:
-            zero = self._unpack(parts, "zero_point")[:rows, groups] + self.zero_offset
+            stored = self._unpack(parts, "zero_point")
+            if self.zero_offset and int(stored.max()) == (1 << self.num_bits) - 1:
+                raise ValueError("a zero point overflows when 1 is added, and readers of this format differ there")
+            zero = stored[:rows, groups] + self.zero_offset
         return (numbers[:rows, :columns] - zero).to(torch.float32) * scale[:rows, groups]
 
     @property
@@ -321,6 +346,13 @@ def _grid(scale: Sequence[int], lead: Sequence[int]) -> tuple[int, int]:
             return 1, 1
         case _:
             raise ValueError(f"scales have the shape {list(scale)}")
+
+
+def _check_group(columns: int, num_groups: int, stated: Sequence[int]) -> None:
+    """Raises ValueError if groups of inputs have another size than the config states."""
+    if num_groups > 1 and stated and columns // num_groups not in stated:
+        sizes = " or ".join(map(str, stated))
+        raise ValueError(f"it has {num_groups:,} groups of {columns:,} inputs, not groups of {sizes}")
 
 
 def _times(block: Sequence[int]) -> str:

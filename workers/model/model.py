@@ -29,7 +29,7 @@ from workers.model import hook, latent
 from workers.model.quantized_weights import Quantization, pop_quantization
 from workers.model.rotary import Ropes, Rows, replace_rotary
 from workers.model.sharded_layers import RowExchange
-from workers.model.weight_reader import dtype_of, read_share
+from workers.model.weight_reader import check_types, dtype_of, read_share
 from workers.model.weight_shares import Share
 from workers.model.weights import SAFE_WEIGHTS, check_weights, large_blocks_apart, loading_to_device
 
@@ -228,6 +228,7 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
     quantization = pop_quantization(config)
     try:
         check_weights(Path(folder), config)
+        check_types(Path(folder), quantization)
         numbers = range(len(auto_classes(config)))
         if quantization is None:
             attempts = (_read(folder, config, dtype, device, number) for number in numbers)

@@ -25,6 +25,8 @@ from workers.model.weight_shares import num_elements, select
 
 METHODS = ("fp8", "compressed-tensors", "mxfp4", "awq", "gptq", "modelopt")
 """Values of `quant_method` of which the layouts are known."""
+TRANSPOSED = ("awq", "gptq")
+"""Methods that store words and scales with the inputs first."""
 NUMBERS = {"F8_E4M3": "fp8", "F8_E5M2": "fp8 e5m2", "I8": "int8"}
 """Types of 8 bits, with their names for users."""
 FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
@@ -149,6 +151,8 @@ def pop_quantization(config: PreTrainedConfig) -> Quantization | None:
     method = getattr(settings.get("quant_method"), "value", settings.get("quant_method"))
     if method not in METHODS:
         raise ModelRefused(f"the quantization {method!r} is not supported: only {', '.join(METHODS)} are")
+    if settings.get("transform_config"):
+        raise ModelRefused("rotated weights (transform_config) are not supported: activations would be rotated as well")
     return {**settings, "quant_method": method}
 
 
@@ -169,16 +173,24 @@ def dequantize(
             groups.setdefault(weight, {})[role] = tensor
     for weight, stored in groups.items():
         if weight in found:
-            stored["weight"] = tensors[weight]
+            numbers = tensors[weight]
+            stored["packed" if numbers.get_dtype() == "U8" else "weight"] = numbers
         try:
             layout = _layout(method, stored, settings)
         except ValueError as error:
             raise ModelRefused(f"{weight} ({method}): {error}") from None
-        needed = {role: tensor for role, tensor in stored.items() if role != "shape"}
-        found[weight] = DequantizedTensor(weight, layout, needed, dtype)
+        stored.pop("shape", None)
+        if unused := sorted(stored.keys() - layout.roles):
+            raise ModelRefused(f"{weight} ({layout.name}): its {unused[0]} is not understood")
+        found[weight] = DequantizedTensor(weight, layout, stored, dtype)
     for name, tensor in found.items():
-        if not isinstance(tensor, DequantizedTensor) and tensor.get_dtype() in (*NUMBERS, "U8", "I32"):
+        if isinstance(tensor, DequantizedTensor):
+            continue
+        if tensor.get_dtype() in (*NUMBERS, "U8", "I32"):
             raise ModelRefused(f"{name} has the type {tensor.get_dtype()}, and no scales of {method} belong to it")
+        parent, _, leaf = name.rpartition(".")
+        if f"{parent}.weight" in groups and leaf != "bias":
+            raise ModelRefused(f"{name} belongs to a quantized layer, and is not understood")
     return found
 
 
@@ -213,21 +225,36 @@ def _layout(method: str, stored: Mapping[str, StoredTensor], settings: Quantizat
         raise ValueError("its scales are missing")
     if method == "mxfp4" and "blocks" in shapes:
         return PackedExperts.of(shapes)
-    if "packed" in shapes and stored["packed"].get_dtype() == "I32" and method in ("awq", "gptq", "compressed-tensors"):
-        if method in ("awq", "gptq"):
-            return _transposed_integers(method, shapes, settings)
-        return PackedIntegers.of("compressed-tensors", shapes, _stored_shape(stored))
     numbers = stored.get("packed") or stored.get("weight")
     if numbers is None:
         raise ValueError("its numbers are missing")
-    if numbers.get_dtype() == "U8":
-        shapes = {**shapes, "packed": numbers.get_shape()}
-        is_mx = stored["scale"].get_dtype() == "U8"
-        return PackedFloats.of("mxfp4" if is_mx else "nvfp4", shapes, 32 if is_mx else 16)
-    if numbers.get_dtype() not in NUMBERS:
-        raise ValueError(f"its numbers have the type {numbers.get_dtype()}")
-    block = settings.get("weight_block_size") if method == "fp8" else None
-    return ScaledNumbers.of(NUMBERS[numbers.get_dtype()], shapes, block if isinstance(block, list) else None)
+    match numbers.get_dtype():
+        case "I32" if method in TRANSPOSED:
+            return _transposed_integers(method, shapes, settings)
+        case "I32" if method == "compressed-tensors":
+            groups = _stated(settings, "group_size")
+            return PackedIntegers.of(method, shapes, _stored_shape(stored), groups=groups)
+        case "U8":
+            is_mx = stored["scale"].get_dtype() == "U8"
+            layout = PackedFloats.of("mxfp4" if is_mx else "nvfp4", shapes, 32 if is_mx else 16)
+            if not is_mx and stored["scale"].get_dtype() != "F8_E4M3":
+                raise ValueError(f"its scales have the type {stored['scale'].get_dtype()}")
+            if not is_mx and not stored.keys() & {"divisor", "factor"}:
+                raise ValueError("its global scale is missing")
+            return layout
+        case dtype if dtype in NUMBERS and "packed" not in stored:
+            blocks = [settings.get("weight_block_size")] if method == "fp8" else _stated(settings, "block_structure")
+            sizes = [block for block in blocks if isinstance(block, list)]
+            return ScaledNumbers.of(NUMBERS[dtype], shapes, sizes, _stated(settings, "group_size"))
+        case dtype:
+            raise ValueError(f"its numbers have the type {dtype}")
+
+
+def _stated(settings: Quantization, key: str) -> list[Any]:
+    """The values of a setting of weights in the groups of compressed-tensors."""
+    groups: Any = settings.get("config_groups")
+    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+    return [each[key] for each in weights if isinstance(each, dict) and each.get(key)]
 
 
 def _transposed_integers(method: str, shapes: Mapping[str, list[int]], settings: Quantization) -> PackedIntegers:
@@ -237,8 +264,10 @@ def _transposed_integers(method: str, shapes: Mapping[str, list[int]], settings:
         raise ValueError(f"{num_bits} bits per number are not supported")
     if method == "awq" and settings.get("version", "gemm") != "gemm":
         raise ValueError(f"version {settings['version']!r} is not supported, only gemm")
+    group = settings.get("group_size")
+    groups = [group] if isinstance(group, int) and group > 0 else []
     is_less_one = method == "gptq" and settings.get("checkpoint_format", "gptq") != "gptq_v2"  # zero points minus 1
-    return PackedIntegers.of(method, shapes, num_bits=num_bits, zero_offset=int(is_less_one))
+    return PackedIntegers.of(method, shapes, num_bits=num_bits, zero_offset=int(is_less_one), groups=groups)
 
 
 def _stored_shape(stored: Mapping[str, StoredTensor]) -> list[int]:

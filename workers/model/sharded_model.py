@@ -37,7 +37,7 @@ from workers.model.sharded_layers import (
     replace_modules,
 )
 from workers.model.weight_parts import WeightPlan, plan_weights
-from workers.model.weight_reader import LoadedShare, dtype_of, read_share
+from workers.model.weight_reader import LoadedShare, check_types, dtype_of, read_share
 from workers.model.weight_shares import Share
 from workers.model.weights import check_weights, large_blocks_apart, loading_to_device
 
@@ -60,6 +60,7 @@ def load_share(folder: str, dtype: DtypeName, device: str, share: Share) -> Shar
     quantization = pop_quantization(config)
     try:
         check_weights(Path(folder), config)
+        check_types(Path(folder), quantization)
     except ModelRefused:
         raise
     except Exception as error:  # any error in the index refuses the folder

@@ -32,7 +32,7 @@ from longleaf.config import DtypeName, apply_environment, loading_environment
 from longleaf.errors import ModelRefused
 from longleaf.fingerprint import LENGTH_BYTES, MAX_HEADER_BYTES, weight_files
 from longleaf.model_report import describe_layouts
-from workers.model.quantized_weights import Quantization, StoredTensor, dequantize, layouts
+from workers.model.quantized_weights import NUMBERS, Quantization, StoredTensor, dequantize, layouts
 from workers.model.weight_shares import Cut, Share
 
 log = logging.getLogger("longleaf.weights")  # messages logged while a rank loads are shown to users
@@ -187,6 +187,18 @@ def dtype_of(
         dtypes = [DTYPES[tensor.get_dtype()] for tensor in tensors.values()]
     first: Any = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
     return str(first).removeprefix("torch.")  # pyright: ignore[reportReturnType]
+
+
+def check_types(folder: Path, quantization: Quantization | None) -> None:
+    """Raises ModelRefused for numbers of 8 bits if the config describes no quantization: their scales would be ignored,
+    and the weights would be wrong.
+    """
+    if quantization is not None:
+        return
+    with open_weights(folder) as (tensors, _):
+        for name, dtype in ((name, tensor.get_dtype()) for name, tensor in tensors.items()):
+            if dtype in NUMBERS:
+                raise ModelRefused(f"{name} has the type {dtype}, but the config has no quantization_config")
 
 
 def quantized_layouts(folder: Path, quantization: Quantization | None) -> dict[str, int]:

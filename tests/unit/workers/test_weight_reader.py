@@ -88,7 +88,7 @@ def test_an_index_that_cannot_be_read_is_refused(tmp_path):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text("{")
     with pytest.raises(ModelRefused, match="cannot be loaded as a causal language model: Expecting property name"):
-        load_share(str(folder), "float32", "cpu", Share(0, 2))
+        load_share(str(folder), "float32", "cpu", Share.even(0, 2))
 
 
 def test_weights_are_read_where_the_system_takes_no_advice(tmp_path, monkeypatch):
