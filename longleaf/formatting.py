@@ -67,3 +67,9 @@ def human_list(names: Sequence[str], most: int) -> str:
     """At most `most` names, and the number of the others."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest:,} more" if rest > 0 else "")
+
+
+def describe_dtypes(dtype: str, kv_dtype: str, quantization: str = "") -> str:
+    """The type of the weights, with the method of their quantization, and that of keys and values if it differs."""
+    weights = f"{quantization} weights computed in {dtype}" if quantization else dtype
+    return weights if kv_dtype in ("", dtype) else f"{weights}, keys in {kv_dtype}"

@@ -4,6 +4,7 @@ import msgspec
 
 from longleaf.config import WeightsChoice, WindowKeys
 from longleaf.fingerprint import Fingerprint
+from longleaf.formatting import describe_dtypes
 
 
 class TextReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +125,11 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why it is unknown; empty otherwise."""
     plans: tuple[CapacityPlan, ...] = ()
     """For sharded keys, and for replicated windows if there are layers without full attention."""
+
+    @property
+    def dtypes(self) -> str:
+        """The types of the weights and keys, for users."""
+        return describe_dtypes(self.dtype, self.kv_dtype)
 
 
 def describe_layouts(quantized: dict[str, int], dtype: str) -> str:

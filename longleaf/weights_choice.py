@@ -35,11 +35,14 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def choose_weights(
-    weight_bytes: int, rank_memory: int, world_size: int, kv_bytes: int = 0
+    weight_bytes: int, rank_memory: int | None, world_size: int, kv_bytes: int = 0
 ) -> Literal["whole", "sharded"]:
-    """`whole` if all weights, and `kv_bytes` of keys and values, fit into the bytes of memory of each rank."""
-    fits = weight_bytes + kv_bytes <= (1 - REMAINING) * rank_memory
-    return "whole" if fits or world_size == 1 else "sharded"
+    """`whole` if all weights, and `kv_bytes` of keys and values, fit into the bytes of memory of each rank, or if either
+    size is unknown: 0 bytes of weights, or None.
+    """
+    if world_size == 1 or not weight_bytes or rank_memory is None:
+        return "whole"
+    return "whole" if weight_bytes + kv_bytes <= (1 - REMAINING) * rank_memory else "sharded"
 
 
 def with_weights(config: ServiceConfig, num_gpus: int, notify: Callable[[str], None]) -> ServiceConfig:
@@ -53,9 +56,7 @@ def with_weights(config: ServiceConfig, num_gpus: int, notify: Callable[[str], N
         return config
     weight_bytes = 0 if engine.world_size == 1 else whole_bytes(Path(engine.model), engine.dtype)
     rank_memory = None if config.ray_address is not None else memory_of_rank(engine, num_gpus)
-    weights = "whole"
-    if weight_bytes and rank_memory is not None:
-        weights = choose_weights(weight_bytes, rank_memory, engine.world_size, engine.kv_bytes or 0)
+    weights = choose_weights(weight_bytes, rank_memory, engine.world_size, engine.kv_bytes or 0)
     if weights == "sharded":
         assert rank_memory is not None
         notify(describe_choice(weight_bytes, rank_memory, engine.world_size))

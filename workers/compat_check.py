@@ -118,10 +118,7 @@ def measure_shares(config: EngineConfig) -> tuple[tuple[int, ...], str, Exchange
 def chosen_weights(weight_bytes: int, config: EngineConfig) -> WeightsChoice:
     """The weights that `serve` chooses for ranks on this machine."""
     num_gpus = count_gpus() if config.device != "cpu" else 0
-    rank_memory = memory_of_rank(config, num_gpus)
-    if rank_memory is None:
-        return "whole"
-    return choose_weights(weight_bytes, rank_memory, config.world_size, config.kv_bytes or 0)
+    return choose_weights(weight_bytes, memory_of_rank(config, num_gpus), config.world_size, config.kv_bytes or 0)
 
 
 def verify(model: Model, config: EngineConfig) -> str:

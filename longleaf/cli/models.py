@@ -14,7 +14,7 @@ from longleaf.cli.console import output_console
 from longleaf.cli.fetch import convert, fetch
 from longleaf.cli.help import CommandGroup
 from longleaf.cli.model_option import MODEL_HELP, Yes, resolve
-from longleaf.cli.options import AsJson, ServerOptions, connect, dtype_names, print_json
+from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.config import KV_DTYPE_HELP, DtypeName, EngineConfig, KvDtypeName, WeightsChoice
 from longleaf.errors import LongleafError, ModelRefused
 from longleaf.extras import require_extra
@@ -195,7 +195,7 @@ def show(found: ModelReport, *, is_running: bool) -> None:
             print(f"{found.model} is not supported: {reason}")
         return
     text, attention = found.text, found.attention
-    print(f"{found.model} is supported ({text.architecture}, {dtype_names(attention)}){exactness_of(attention)}")
+    print(f"{found.model} is supported ({text.architecture}, {attention.dtypes}){exactness_of(attention)}")
     console = output_console()
     console.print(kinds_table(attention.kinds))
     sizes = Table(box=None, show_header=False, pad_edge=False)

@@ -12,7 +12,6 @@ import typer
 from longleaf.credentials import looks_secret
 from longleaf.errors import InvalidArgument, LongleafError
 from longleaf.formatting import human_seconds
-from longleaf.model_report import AttentionReport
 from longleaf.types import Cluster, Finished
 
 if TYPE_CHECKING:  # the client takes half of the import time of all commands, and --help does not need it
@@ -134,11 +133,6 @@ def read_input(given: str, field: str) -> str:
 def print_json(value: object) -> None:
     """Prints one JSON object on one line, and flushes."""
     print(msgspec.json.encode(value).decode(), flush=True)
-
-
-def dtype_names(model: AttentionReport) -> str:
-    """The type of the weights, and the type of keys and values if it differs."""
-    return model.dtype if model.kv_dtype in ("", model.dtype) else f"{model.dtype}, keys in {model.kv_dtype}"
 
 
 def exactness_line(found: Finished | Cluster) -> str:

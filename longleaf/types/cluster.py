@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from longleaf.formatting import describe_dtypes
 from longleaf.rank_protocol.group_messages import MergeTiming, TierMerge
 
 SlotState = Literal["unspecified", "waiting", "starting", "replaced", "abandoned"]
@@ -37,8 +38,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def dtypes(self) -> str:
         """The types of the weights and keys, for users."""
-        weights = f"{self.quantization} weights computed in {self.dtype}" if self.quantization else self.dtype
-        return weights if self.kv_dtype in ("", self.dtype) else f"{weights}, keys in {self.kv_dtype}"
+        return describe_dtypes(self.dtype, self.kv_dtype, self.quantization)
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from workers.model import model as models
 from workers.model.meta_model import Outline, StretchedProducts
 from workers.model.sharded_layers import without_weightless
-from workers.model.weight_shares import Cut, Share, select
+from workers.model.weight_shares import Cut, Share, take
 
 MIN_OUTPUTS = 32
 """Layers with fewer outputs, such as gates and routers, are on every rank."""
@@ -396,12 +396,6 @@ def are_addends(experts: nn.Module, cuts: dict[str, Cut], once: Sequence[str], c
     except Exception:  # it depends on the width, or has other arguments
         return False
     return _is_close(total, whole)
-
-
-def take(parameter: Tensor, cut: Cut, share: Share) -> Tensor:
-    """The slice of a parameter that belongs to a share, as a new tensor."""
-    size = parameter.shape[cut.dim]
-    return select(cut.ranges(size, share), [([(0, size)], parameter)], cut.dim)
 
 
 def _layouts(experts: nn.Module, num_features: int, num_shares: int) -> Iterator[dict[str, Cut]]:

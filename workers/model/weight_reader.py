@@ -33,7 +33,7 @@ from longleaf.errors import ModelRefused
 from longleaf.fingerprint import LENGTH_BYTES, MAX_HEADER_BYTES, weight_files
 from longleaf.model_report import describe_layouts
 from workers.model.quantized_weights import NUMBERS, Quantization, StoredTensor, dequantize, layouts
-from workers.model.weight_shares import Cut, Share
+from workers.model.weight_shares import Cut, Share, take
 
 log = logging.getLogger("longleaf.weights")  # messages logged while a rank loads are shown to users
 DTYPES = {
@@ -273,10 +273,7 @@ def read_share(
         if not only_divided:
             info = type(module)._finalize_model_loading(module, config, info)
         for name in late:
-            parameter = module.get_parameter(name)
-            ranges = cuts[name].ranges(parameter.shape[cuts[name].dim], share)
-            own = [parameter.narrow(cuts[name].dim, start, end - start) for start, end in ranges]
-            _replace_parameter(module, name, torch.cat(own, dim=cuts[name].dim))
+            _replace_parameter(module, name, take(module.get_parameter(name), cuts[name], share))
     return LoadedShare(tuple(info.missing_keys), tuple(info.mismatched_keys), reader.num_bytes)
 
 

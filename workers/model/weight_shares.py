@@ -126,3 +126,9 @@ def select(wanted: Sequence[Range], sources: Sequence[tuple[Sequence[Range], Ten
     if not slices:
         return sources[0][1].narrow(dim, 0, 0).clone()
     return torch.cat(slices, dim=dim)
+
+
+def take(parameter: Tensor, cut: Cut, share: Share) -> Tensor:
+    """The slice of a parameter that belongs to a share, as a new tensor."""
+    size = parameter.shape[cut.dim]
+    return select(cut.ranges(size, share), [([(0, size)], parameter)], cut.dim)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from coordinator.text.compat_check import check as check_text
 from longleaf import weights_choice
 from longleaf.cli.models import describe_exchanges, kinds_table, spans
-from longleaf.cli.options import dtype_names
 from longleaf.config import EngineConfig
 from longleaf.fingerprint import read_fingerprint
 from longleaf.model_report import AttentionKind, ExchangeReport, ReplicatedReport
@@ -124,7 +123,7 @@ def test_8_bit_keys_include_their_scales(tmp_path: Path) -> None:
     found = check(config(make_checkpoint(tmp_path, "llama"), kv_dtype="int8", block_size=60), has_weights=False)
     assert (found.reason, found.dtype, found.kv_dtype) == ("", "float32", "int8")
     assert found.bytes_per_token == math.ceil(4 * 2 * (2 * 16 + 4 + 16 / 60))
-    assert dtype_names(found) == "float32, keys in int8"
+    assert found.dtypes == "float32, keys in int8"
 
 
 def test_latents_are_counted_without_weights(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from tests.support.golden.plain import load_plain
 from workers.model.meta_model import outline
 from workers.model.model import build_on_meta, read_config
 from workers.model.sharded_model import load_share
-from workers.model.weight_parts import plan_weights, take
+from workers.model.weight_parts import plan_weights
 from workers.model.weight_reader import open_weights, read_share
-from workers.model.weight_shares import Share
+from workers.model.weight_shares import Share, take
 from zoo.checkpoints import make_checkpoint
 
 FAMILIES = ["llama", "mixtral", "qwen3_moe", "gpt2", "phi3", "qwen2.5", "llama4", "mistral3", "deepseek_v3"]
