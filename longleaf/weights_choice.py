@@ -37,8 +37,8 @@ class _Config(msgspec.Struct, frozen=True):
 def choose_weights(
     weight_bytes: int, rank_memory: int | None, world_size: int, kv_bytes: int = 0
 ) -> Literal["whole", "sharded"]:
-    """`whole` if all weights, and `kv_bytes` of keys and values, fit into the bytes of memory of each rank, or if either
-    size is unknown: 0 bytes of weights, or None.
+    """`whole` if the memory of each rank has room for all weights and for `kv_bytes` of keys and values, in bytes. The
+    choice is `whole` as well if there are 0 bytes of weights, or if the memory is unknown (None).
     """
     if world_size == 1 or not weight_bytes or rank_memory is None:
         return "whole"
