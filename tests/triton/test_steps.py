@@ -35,7 +35,7 @@ def kernels(launcher: CountingLauncher) -> TritonKernels:
 
 
 def with_flash(launcher: CountingLauncher) -> FlashKernels:
-    return FlashKernels(NUM_MULTIPROCESSORS, varlen.aten_kernel, launcher)
+    return FlashKernels(NUM_MULTIPROCESSORS, varlen.FlashSource(varlen.aten_kernel), launcher)
 
 
 @pytest.fixture(scope="module")
