@@ -16,7 +16,7 @@ MAX_UPLOADS = 256
 """Open uploads, with one open file each."""
 MAX_UPLOADS_PER_CALLER = 4
 MAX_SPOOLED_BYTES = 1 << 30
-"""Files that have been received and not yet been extracted, on disk."""
+"""Files that have been received and not yet been extracted, on disk; a file of a form is copied for its extraction."""
 NUM_PROCESSES = 2
 """Extractions at the same time, one of them for each caller."""
 MAX_TEXTS = 8
