@@ -13,9 +13,11 @@ from longleaf.types import Constraint
 
 ENGINE_OPTIONS = "x-guidance"
 """The keyword of a schema that holds options of llguidance."""
-MAX_WHITESPACE = 64
-"""Characters of white space between two tokens of JSON. Without a limit, a model may write white space forever."""
-WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
+MAX_INDENT = 32
+"""Characters of an indentation."""
+WHITESPACE = rf"(\x20|\x0D?\x0A[\x20\x09]{{0,{MAX_INDENT}}})"
+"""The white space that printers of JSON write between two tokens: a space, or a line break and an indentation. With
+unlimited white space, a model may write nothing else up to the limit of its answer."""
 _OPTION_LINE = re.compile(r"^\s*%llguidance\b", re.MULTILINE)
 
 

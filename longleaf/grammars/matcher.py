@@ -24,6 +24,8 @@ llguidance's own limits allow 250 ms, and the states of an answer take at most 4
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 """Ends each grammar. Without it, a mask permits only one division of a fixed text into tokens, that of the tokenizer:
 with it, all divisions."""
+MAX_REASON = 300
+"""Characters of a reported error."""
 TOO_COMPLEX = "is too complex at this point of the answer"
 
 
@@ -102,6 +104,10 @@ def _first_line(matcher: LLMatcher) -> str:
     """The reason of an error, in one line."""
     if not matcher.is_error():
         return ""
-    lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip() and line.strip() != "<state>"]
+    lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip()]
     reason = lines[0] if lines else "cannot be matched"
-    return "allows no token of the vocabulary here" if reason.startswith("NoExtension") else reason
+    if reason.startswith("NoExtension"):
+        return "allows no token of the vocabulary here"
+    if reason.endswith("parse error:"):  # the lines that follow quote the expression and mark the place
+        reason = " ".join([reason, *(line for line in lines if line.startswith("error: "))][-2:])
+    return reason[:MAX_REASON]
