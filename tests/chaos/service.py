@@ -33,9 +33,8 @@ from tests.chaos.snapshots import GRACE_SECONDS, check_snapshots, contents, orph
 from tests.chaos.views import Keys, Look, check_block_tables, check_keys, keys_of
 from tests.support.command_line import end
 
-WORLD_SIZE = 3
 SETTINGS: dict[str, Any] = {
-    "world_size": WORLD_SIZE,
+    "world_size": 3,
     "block_size": 16,
     "chunk_size": 256,
     "kv_bytes": 2 << 20,
@@ -195,7 +194,7 @@ class Service:
         def is_healed(found: Cluster) -> bool:
             pids = {worker.pid for worker in found.workers}
             is_over = found.recovery is None or found.recovery.is_done
-            return found.world_size == WORLD_SIZE and found.epoch >= epoch and is_over and not gone & pids
+            return found.world_size == self.config.world_size and found.epoch >= epoch and is_over and not gone & pids
 
         found: Cluster | None = None
         try:

@@ -26,6 +26,14 @@ from tests.chaos.service import Service
 
 FAMILIES = ("llama", "gemma3", "deepseek_v3")
 """Full attention, windows, and latents."""
+DEPLOYMENTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"weights": "sharded"},
+    {"weights": "sharded", "spare_ranks": 1},
+    {"weights": "sharded", "world_size": 4},
+    {"weights": "sharded", "spare_ranks": 1, "world_size": 4},
+)
+"""Settings of the service: whole weights, or sharded ones with and without room for the weights of a lost rank."""
 MOST_SECONDS = 600.0
 """Maximum duration of a run: no fault starts later."""
 
@@ -74,8 +82,11 @@ def repeat_command(seed: int, names: Sequence[str]) -> str:
 
 
 def settings_of(seed: int) -> dict[str, Any]:
-    """Windows are replicated in every other run of a model with windows."""
-    return {"window_keys": "replicated"} if FAMILIES[seed % len(FAMILIES)] == "gemma3" and seed % 2 else {}
+    """Settings of the service in a run: each family in each deployment, in turn. Windows are replicated in every other
+    run of a model with windows."""
+    turn, family = divmod(seed, len(FAMILIES))
+    windows = {"window_keys": "replicated"} if FAMILIES[family] == "gemma3" and seed % 2 else {}
+    return {**windows, **DEPLOYMENTS[turn % len(DEPLOYMENTS)]}
 
 
 async def run_faults(seed: int, names: Sequence[str], table: Table, until: float) -> None:
