@@ -32,6 +32,7 @@ from tests.chaos.points import (
     MOVE,
     NOTE,
     PUBLISH,
+    READ,
     RECORDED,
     RESTORE,
     SAVE,
@@ -105,6 +106,24 @@ async def kill_later(scene: Scene) -> Outcome:
     return Outcome(frozenset((first, second)), scene.num_epochs(2))
 
 
+async def kill_newcomer(scene: Scene, point: str = "") -> Outcome:
+    """Kills a rank, and its replacement at a point, or after a random delay before it has joined."""
+    lost = scene.random.choice(scene.pids)
+    before = scene.service.rank_processes()
+    os.kill(lost, signal.SIGKILL)
+    async with asyncio.timeout(GONE_SECONDS):
+        while not (new := scene.service.rank_processes() - before):  # noqa: ASYNC110, processes send no notification
+            await asyncio.sleep(LOOK_SECONDS / 10)
+        [pid] = new
+        if point:
+            await scene.service.wait_probe(pid)
+            scene.service.arm(pid, Fault(point, "kill"))
+        else:
+            await asyncio.sleep(scene.random.uniform(0.0, MOST_DELAY))
+            os.kill(pid, signal.SIGKILL)
+    return Outcome(frozenset((lost, pid)), scene.num_epochs(1))
+
+
 async def inject(scene: Scene, point: str, act: str, *, is_first: bool = False) -> Outcome:
     """Arms a permanent fault at a point of a random rank, or of rank 0 if `is_first`."""
     pid = scene.pids[0] if is_first else scene.random.choice(scene.pids)
@@ -112,10 +131,10 @@ async def inject(scene: Scene, point: str, act: str, *, is_first: bool = False) 
     return Outcome(frozenset((pid,)), scene.num_epochs(1))
 
 
-async def inject_during_recovery(scene: Scene, point: str) -> Outcome:
-    """Kills a rank, and another one when it reaches a point during the recovery."""
+async def inject_during_recovery(scene: Scene, point: str, act: str = "kill") -> Outcome:
+    """Kills a rank, and injects a permanent fault into another one when it reaches a point during the recovery."""
     first, second = scene.random.sample(scene.pids, 2)
-    scene.service.arm(second, Fault(point, "kill"))
+    scene.service.arm(second, Fault(point, act))
     os.kill(first, signal.SIGKILL)
     return Outcome(frozenset((first, second)), scene.num_epochs(2))
 
@@ -251,6 +270,10 @@ FAULTS: dict[str, Do] = {
     "kill again before the layout": partial(inject_during_recovery, point=LAYOUT),
     "kill again at half of a run": partial(inject_during_recovery, point=CHUNK),
     "kill again in a move": partial(inject_during_recovery, point=MOVE),
+    "kill again before weights are read": partial(inject_during_recovery, point=READ),
+    "stop before weights are read": partial(inject_during_recovery, point=READ, act="stop"),
+    "kill the newcomer": kill_newcomer,
+    "kill the newcomer while joining": partial(kill_newcomer, point=JOINING),
     "fail": fail,
     "poison": partial(poison, poison=POISON, num_epochs=2),
     "deadly poison": partial(poison, poison=DEADLY, num_epochs=4),
@@ -286,5 +309,7 @@ FAULTS: dict[str, Do] = {
     "kill everything, and lose files": partial(restart_service, harm=lose_files),
     "kill everything, and lose storage": partial(restart_service, harm=lose_all),
 }
+READING = ("kill again before weights are read", "stop before weights are read")
+"""Faults that need room for the weights of a lost rank: otherwise the remaining ranks read nothing."""
 NO_LOSS = ("stop shortly",)
 """Faults that must not start a new epoch."""

@@ -136,6 +136,15 @@ class Service:
     def arm_coordinator(self, fault: Fault | None) -> None:
         self.arm(self.process.pid, fault)
 
+    def rank_processes(self) -> set[int]:
+        """The ids of the processes of ranks, including those that are starting."""
+        return {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
+
+    async def wait_probe(self, pid: int) -> None:
+        """Returns when a rank that is starting can be asked."""
+        while not (self._folder / str(pid)).exists():  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_SECONDS / 10)
+
     def record_processes(self) -> None:
         """Records all processes of the service before they end."""
         main = psutil.Process(self.process.pid)
