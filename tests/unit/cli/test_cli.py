@@ -49,6 +49,11 @@ from longleaf.service_settings import HttpConfig, ServiceConfig
 from longleaf.types import Cluster, Context, Drafting, ModelInfo, RankShare, Recovery, Storage, Worker
 from tests.support.terminal import Terminal
 
+TAKEN = (
+    "there is already a context named moby: append to it (`longleaf ingest --append`), delete it (`longleaf contexts "
+    "delete moby`), or use another name"
+)
+
 
 async def test_context_is_ingested_queried_listed_and_deleted(terminal: Terminal, book: str) -> None:
     code, out, err = await terminal.run("ingest", book, "--name", "moby")
@@ -247,6 +252,8 @@ def test_merges_inside_and_between_nodes_are_reported() -> None:
         (["ingest", "/dev/null", "--name", "x", "--encoding", "rot13"], "--encoding: 'rot13' is not a known charset"),
         (["ingest", "/dev/null", "--name", "x"], "/dev/null: the document is empty"),
         (["contexts", "show", "none"], "no context named none"),
+        (["ingest", str(Path(__file__)), "--name", "moby"], TAKEN),
+        (["contexts", "fork", "moby", "moby"], TAKEN),
     ],
 )
 async def test_bad_input_is_one_line_and_exit_code_2(terminal: Terminal, arguments: list[str], message: str) -> None:
