@@ -2,6 +2,7 @@
 import { say } from "./announcer.js";
 import { endUpload } from "./api.js";
 import { contexts } from "./contexts.js";
+import { stemOf } from "./files.js";
 import { open, opened } from "./route.js";
 import { Store } from "./store.js";
 import { Upload } from "./upload.js";
@@ -117,6 +118,6 @@ const mayGoOn = ({ status }) => status === 401;
 // crypto.randomUUID is only there in secure contexts, which plain HTTP in a local network is not
 const randomId = () => [...crypto.getRandomValues(new Uint8Array(16))].map((each) => each.toString(16).padStart(2, "0")).join("");
 
-const titleOf = (fileName) => fileName.replace(/\.[a-z0-9]{1,8}$/i, "").slice(0, 200);
+const titleOf = (fileName) => stemOf(fileName).slice(0, 200);
 
 export const uploads = new Uploads();
