@@ -464,6 +464,25 @@ def test_service_receives_absolute_paths(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["ingset", "book.txt"], "No such command 'ingset'. Did you mean 'ingest'?"),
+        (["contexts", "delte", "x"], "No such command 'delte'. Did you mean 'delete'?"),
+        (["serve", "--word-size", "4"], "No such option: --word-size (Possible options: "),
+        (["serve", "--word-size", "4"], "--world-size"),
+        (["ask", "x", "Who?", "--sorces"], "No such option: --sorces (Possible options: --source-count, --sources)"),
+    ],
+)
+def test_misspelled_commands_and_options_are_corrected(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        app.main(arguments)
+    assert end.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         (["--merge", "x"], "'x' is not one of 'auto', 'paper', "),
         (["--world-size", "x"], "Invalid value for '--world-size': Input should be a valid integer"),
         (["--colour", "red"], "No such option: --colour"),
