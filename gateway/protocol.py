@@ -7,7 +7,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from gateway.errors import HttpProblem, unavailable
+from gateway.errors import HttpProblem, busy
 
 MAX_HEAD_BYTES = 32 << 10
 """Limit of the request line and the headers, and of data between and after the parts of a body: chunk sizes and
@@ -242,7 +242,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 def full(num_open: int) -> HttpProblem:
     """The answer to a connection beyond the limit."""
-    return unavailable(f"this gateway has {num_open:,} connections, and takes no more")
+    return busy(f"it has {num_open:,} connections, and takes no more")
 
 
 def protocol_options(max_connections: int) -> dict[str, Any]:

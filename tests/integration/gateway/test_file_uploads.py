@@ -234,6 +234,7 @@ async def test_idle_bodies_delay_no_other_caller(service: Served, url: str) -> N
             "/v1/contexts/b", content=b"x", headers={**PDF, "authorization": "Bearer credential-0"}
         )
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "gateway_busy"
 
 
 async def test_client_that_does_not_read_its_events_frees_its_slot(service: Served) -> None:

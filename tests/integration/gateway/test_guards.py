@@ -218,7 +218,7 @@ async def test_connections_are_bounded(service: Served) -> None:
         async with httpx2.AsyncClient(base_url=url) as client:
             for asking in (client.get("/healthz"), client.post("/v1/completions", content=b"x" * 1_000_000)):
                 answer = await asking
-                assert answer.status_code == 503 and answer.json()["error"]["code"] == "unavailable"
+                assert answer.status_code == 503 and answer.json()["error"]["code"] == "gateway_busy"
                 reported = [answer.headers[name] for name in ("retry-after", "x-content-type-options", "connection")]
                 assert reported == ["1", "nosniff", "close"]
         late = await connect()
