@@ -55,7 +55,7 @@ class NotFound(LongleafError):
 
 
 class AlreadyExists(LongleafError):
-    """The resource `name` exists. The message advises what to do about a context."""
+    """The resource `name` exists. For a context, the message gives advice."""
 
     def __init__(self, name: str) -> None:
         advice = ": append to it, delete it, or use another name" if name.startswith("contexts/") else ""

@@ -128,8 +128,8 @@ export function nameOf(file) {
   return trim(plain.slice(0, LONGEST)) || "document";
 }
 
-/** The name, or the name with the lowest unused number. A number at its end is replaced only if an earlier proposal may
- * have added it: report-2024 keeps the year. */
+/** The name, or the name with the lowest unused number. A number at its end, such as a year, is kept, unless it may be
+ * that of an earlier proposal. */
 export function freeName(name, taken) {
   if (!taken.has(name)) return name;
   const [, numbered] = name.match(/^(.+)-\d{1,3}$/) ?? [];

@@ -45,7 +45,7 @@ def test_taken_name_with_a_year_keeps_it(taken: list[str], proposed: str) -> Non
         ("2024", ["2024"], "2024-2"),
     ],
 )
-def test_number_of_an_earlier_proposal_is_replaced(name: str, taken: list[str], proposed: str) -> None:
+def test_proposed_number_increases(name: str, taken: list[str], proposed: str) -> None:
     assert evaluate(f"files.freeName('{name}', new Set({json.dumps(taken)}))") == proposed
 
 
