@@ -33,6 +33,8 @@ class UploadSlots:
 
     def __init__(self, limits: ExtractionLimits = LIMITS) -> None:
         self.limits = limits
+        self.parsing = asyncio.Lock()
+        """Held while a part of a form is parsed."""
         self._open = dict["UploadSlot", None]()
         """In the order of their start."""
 
