@@ -1,4 +1,4 @@
-"""Bodies of uploads on disk: one temporary file for each upload, whatever the number of its files.
+"""Bodies of uploads on disk: one temporary file for each upload, for any number of its files.
 
 A form needs neither a descriptor nor memory for each of its files, so that a few uploads exhaust neither.
 """
@@ -80,7 +80,7 @@ class ReceivedFiles:
 
     @contextmanager
     def opened(self, file: ReceivedFile) -> Generator[BinaryIO]:
-        """A file object with the file's bytes alone, at its beginning; one of several files is copied. Raises
+        """A file object at its beginning that has only the bytes of the file; one of several files is copied. Raises
         OSError."""
         if file.num_bytes == self._num_bytes:
             self._file.seek(0)
