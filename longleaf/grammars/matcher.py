@@ -79,11 +79,13 @@ class GrammarMatcher:
         found = np.unpackbits(bits, count=self._size + 1, bitorder="little").view(np.bool_)
         if self._matcher.is_error():
             self.error = self.error or _first_line(self._matcher) or "allows no token of the vocabulary here"
-        may_end, mask = bool(found[self._size]) and not self.error, np.zeros(size, dtype=np.bool_)
-        common = min(size, self._size)
+        mask = np.zeros(size, dtype=np.bool_)
+        if self.error:
+            return mask
+        may_end, common = bool(found[self._size]), min(size, self._size)
         mask[:common] = found[:common]
         mask[[token_id for token_id in self._end_tokens if token_id < size]] = may_end
-        if not self.error and not mask.any():
+        if not mask.any():
             self.error = "allows no token of the vocabulary here"
         return mask
 
