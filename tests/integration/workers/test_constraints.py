@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from coordinator.engine_messages import Ended, Prompt, Tokens
 from coordinator.grammars.source import grammar_of
+from longleaf.errors import InvalidArgument
 from longleaf.sampling import SamplingParams
 from longleaf.types import json_schema, regex
 from tests.support.golden.plain import draw_ids, load_plain, make_golden
@@ -168,3 +169,17 @@ async def test_sampled_answers_validate(golden, sampler):
         validator.validate(json.loads(tokenizer.decode(ids)))
     assert [each[0] for each in again] == [each[0] for each in found[1]]
     assert len({tuple(ids) for answers in found for ids, _, _ in answers}) > 8
+
+
+async def test_answer_that_becomes_too_complex_ends_alone(golden, sampler):
+    """With an error that names the constraint; an answer in the same steps continues."""
+    hostile, grammar = grammar_of(regex("(a{1,1000}){1,1000}")), grammar_of(regex("b{40}"))
+    async with running(config_for(golden.folder, world_size=1)) as engine:
+        alone = ask(engine, golden, golden.prompt[:40], hostile, max_tokens=900, logit_bias={END: -100.0})
+        beside = ask(engine, golden, golden.prompt[:40], grammar, max_tokens=60)
+        failed, [(ids, _, reason)] = await asyncio.gather(alone, beside, return_exceptions=True)
+    assert isinstance(failed, InvalidArgument)
+    assert failed.field == "constraint"
+    assert "of the answer: lexer error: too many expressions constructed" in failed.description
+    _, tokenizer = token_texts(golden)
+    assert (tokenizer.decode(ids), reason) == ("b" * 40, "stop")
