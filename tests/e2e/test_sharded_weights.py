@@ -62,7 +62,7 @@ class Case(NamedTuple):
         return "--weights", self.weights, "--world-size", str(self.world_size), "--max-draft-tokens", str(self.drafts)
 
     @property
-    def lasting_options(self) -> tuple[str, ...]:
+    def fixed_options(self) -> tuple[str, ...]:
         return "--window-keys", self.window_keys, "--kv-dtype", self.kv_dtype
 
     def restarted(self) -> "Case":
@@ -104,7 +104,7 @@ documents = cache(Documents)
 def serving(case: Case, folder: Path, authority: Authority) -> Iterator[dict[str, Client]]:
     """A client for each tenant of a service; with TLS, tenants and a data folder as the case has them."""
     options = ["--model", str(embedded_model()), "--launcher", "local", "--kv-bytes", "16000000", "--no-verify-model"]
-    options += [*case.options, *case.lasting_options]
+    options += [*case.options, *case.fixed_options]
     options += ["--data-dir", str(folder / "data")] if case.restart != "none" else []
     access = dict.fromkeys(("tls_ca", "tls_cert", "tls_key", "credential"), "")
     if case.has_tls:
