@@ -61,15 +61,21 @@ class ShardedExchanges:
 
     def decode(self, num_rows: int, cluster: Cluster, merge: str = "gather") -> list[Operation]:
         """The operations of a decode step, the embedding, the head and the sampled tokens included."""
-        merges = merge_operations(merge, cluster, replace(self.attention, rows=num_rows))
         ends = Sum(self.hidden, self.hidden), Gather(self.hidden, (self.vocabulary,))
         embedding, head = (self._in_decode(end, num_rows, cluster) for end in ends)
         found = [embedding]
         for layer in self.layers:
-            found += [self._in_decode(exchange, num_rows, cluster) for exchange in layer.before]
-            found += merges
-            found += [self._in_decode(exchange, num_rows, cluster) for exchange in layer.after]
+            found += self.decode_layer(layer, num_rows, cluster, merge)
         return [*found, head, Operation("broadcast", "world", INT64 * num_rows)]
+
+    def decode_layer(
+        self, layer: LayerParts, num_rows: int, cluster: Cluster, merge: str = "gather"
+    ) -> list[Operation]:
+        """The operations of one layer in a decode step."""
+        before, after = (
+            [self._in_decode(exchange, num_rows, cluster) for exchange in part] for part in (layer.before, layer.after)
+        )
+        return [*before, *merge_operations(merge, cluster, replace(self.attention, rows=num_rows)), *after]
 
     def prefill(self, num_rows: int, cluster: Cluster) -> list[Operation]:
         """The operations of a chunk with so many rows on each rank, except those of attention. The last layer ends with
