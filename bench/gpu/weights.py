@@ -104,7 +104,7 @@ LARGE = (
         {**TINY, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
 )
-HELD = Large(
+UNSHARED = Large(
     "8B, shape of Llama-3.1-8B",
     "llama",
     {**LLAMA, "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 14_336},
@@ -174,7 +174,10 @@ def cases(place: Place, *, is_dry: bool) -> Iterator[tuple[str, Callable[[], Row
     for family in FAMILIES:
         yield f"equal tokens, {family}", dict if is_dry else partial(measure_equality, family, place)
     if place.is_shared or place.device == "cpu":
-        yield f"memory of shares, {HELD.name}", partial(predict_memory if is_dry else measure_memory, HELD, place)
+        yield (
+            f"memory of shares, {UNSHARED.name}",
+            partial(predict_memory if is_dry else measure_memory, UNSHARED, place),
+        )
     if place.is_shared:
         return
     for large in LARGE:
@@ -388,7 +391,7 @@ def milliseconds(seconds: float) -> float:
 
 
 def time_exchanges(rank: "Rank", known: Known, num_ranks: int) -> Row:
-    """Microseconds of each exchange of a decode layer, of all of them, and of all of them in a graph."""
+    """Microseconds of each exchange of a decode layer, and of all, also in a graph."""
     import torch
 
     from bench.predict.formulas import Cluster
@@ -527,8 +530,8 @@ def hold_share(end: Connection, number: int, num_ranks: int, place: Place, folde
 
     device = ground.DEVICE if place.device == "cuda" else "cpu"
     model = random_share(known_of(folder, num_ranks), number, num_ranks, device, is_shared=False)
-    held = sum(parameter.nbytes for parameter in model.module.parameters())
-    end.send(torch.cuda.memory_allocated(device) if place.device == "cuda" else held)
+    num_bytes = sum(parameter.nbytes for parameter in model.module.parameters())
+    end.send(torch.cuda.memory_allocated(device) if place.device == "cuda" else num_bytes)
     end.recv()
 
 
