@@ -104,7 +104,7 @@ LARGE = (
         {**TINY, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
 )
-UNSHARED = Large(
+SMALL = Large(
     "8B, shape of Llama-3.1-8B",
     "llama",
     {**LLAMA, "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 14_336},
@@ -175,8 +175,8 @@ def cases(place: Place, *, is_dry: bool) -> Iterator[tuple[str, Callable[[], Row
         yield f"equal tokens, {family}", dict if is_dry else partial(measure_equality, family, place)
     if place.is_shared or place.device == "cpu":
         yield (
-            f"memory of shares, {UNSHARED.name}",
-            partial(predict_memory if is_dry else measure_memory, UNSHARED, place),
+            f"memory of shares, {SMALL.name}",
+            partial(predict_memory if is_dry else measure_memory, SMALL, place),
         )
     if place.is_shared:
         return
@@ -391,7 +391,7 @@ def milliseconds(seconds: float) -> float:
 
 
 def time_exchanges(rank: "Rank", known: Known, num_ranks: int) -> Row:
-    """Microseconds of each exchange of a decode layer, and of all, also in a graph."""
+    """Microseconds of each exchange of a decode layer, and all together, also in a graph."""
     import torch
 
     from bench.predict.formulas import Cluster

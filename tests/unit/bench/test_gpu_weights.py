@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench.gpu import weights
-from bench.gpu.weights import FAMILIES, LARGE, UNSHARED
+from bench.gpu.weights import FAMILIES, LARGE, SMALL
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 
@@ -33,7 +33,7 @@ def test_ranks_with_shares_generate_the_tokens_of_one_rank(capsys):
 
 def test_shares_have_the_predicted_bytes(capsys):
     [row] = rows_of(capsys, "--device", "cpu", "--ranks", "3", "--only", "memory").values()
-    assert row["case"] == f"memory of shares, {UNSHARED.name}"
+    assert row["case"] == f"memory of shares, {SMALL.name}"
     assert row["held_bytes"] == row["share_bytes"]
 
 
