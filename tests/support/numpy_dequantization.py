@@ -84,15 +84,15 @@ def dequantize_awq(tensors: dict[str, np.ndarray], layer: str, group_size: int) 
             numbers_RWF[:, :, output] = stored_RWF[:, :, place]
         return numbers_RWF.reshape(len(words_RW), -1)
 
-    numbers_IO = unpack(tensors[f"{layer}.qweight"])
-    zeros_GO = unpack(tensors[f"{layer}.qzeros"])
-    scales_GO = tensors[f"{layer}.scales"].astype(np.float32)
-    weight_IO = np.empty(numbers_IO.shape, np.float32)
-    size = len(numbers_IO) if group_size == -1 else group_size
-    for row in range(len(numbers_IO)):
+    numbers_IN = unpack(tensors[f"{layer}.qweight"])
+    zeros_GN = unpack(tensors[f"{layer}.qzeros"])
+    scales_GN = tensors[f"{layer}.scales"].astype(np.float32)
+    weight_IN = np.empty(numbers_IN.shape, np.float32)
+    size = len(numbers_IN) if group_size == -1 else group_size
+    for row in range(len(numbers_IN)):
         group = row // size
-        weight_IO[row] = (numbers_IO[row] - zeros_GO[group]).astype(np.float32) * scales_GO[group]
-    return np.ascontiguousarray(weight_IO.T)
+        weight_IN[row] = (numbers_IN[row] - zeros_GN[group]).astype(np.float32) * scales_GN[group]
+    return np.ascontiguousarray(weight_IN.T)
 
 
 def dequantize_gptq(
@@ -104,19 +104,19 @@ def dequantize_gptq(
     neighbouring outputs of a group. `g_idx` gives the group of each input; without it, groups are consecutive inputs.
     `checkpoint_format: gptq` stores each zero point minus one (`zeros_minus_one`), modulo 2**bits; `gptq_v2` stores it.
     """
-    numbers_WOF = _fields(tensors[f"{layer}.qweight"], bits)
-    numbers_IO = numbers_WOF.transpose(0, 2, 1).reshape(-1, numbers_WOF.shape[1])
+    numbers_WNF = _fields(tensors[f"{layer}.qweight"], bits)
+    numbers_IN = numbers_WNF.transpose(0, 2, 1).reshape(-1, numbers_WNF.shape[1])
     zeros_GWF = _fields(tensors[f"{layer}.qzeros"], bits)
-    zeros_GO = zeros_GWF.reshape(len(zeros_GWF), -1)
+    zeros_GN = zeros_GWF.reshape(len(zeros_GWF), -1)
     if zeros_minus_one:
-        zeros_GO = (zeros_GO + 1) % (1 << bits)
-    scales_GO = tensors[f"{layer}.scales"].astype(np.float32)
-    size = len(numbers_IO) if group_size == -1 else group_size
-    groups_I = tensors.get(f"{layer}.g_idx", np.arange(len(numbers_IO)) // size)
-    weight_IO = np.empty(numbers_IO.shape, np.float32)
+        zeros_GN = (zeros_GN + 1) % (1 << bits)
+    scales_GN = tensors[f"{layer}.scales"].astype(np.float32)
+    size = len(numbers_IN) if group_size == -1 else group_size
+    groups_I = tensors.get(f"{layer}.g_idx", np.arange(len(numbers_IN)) // size)
+    weight_IN = np.empty(numbers_IN.shape, np.float32)
     for row, group in enumerate(groups_I):
-        weight_IO[row] = scales_GO[group] * (numbers_IO[row] - zeros_GO[group]).astype(np.float32)
-    return np.ascontiguousarray(weight_IO.T)
+        weight_IN[row] = scales_GN[group] * (numbers_IN[row] - zeros_GN[group]).astype(np.float32)
+    return np.ascontiguousarray(weight_IN.T)
 
 
 def dequantize_nvfp4(tensors: dict[str, np.ndarray], layer: str) -> np.ndarray:
@@ -126,15 +126,15 @@ def dequantize_nvfp4(tensors: dict[str, np.ndarray], layer: str) -> np.ndarray:
     of the tensor (`weight_scale_2` of Model-Optimizer), or divided by its reciprocal (`weight_global_scale` of
     compressed-tensors), in float32.
     """
-    packed_OB = tensors[f"{layer}.weight_packed" if f"{layer}.weight_packed" in tensors else f"{layer}.weight"]
-    codes_OI = np.empty((packed_OB.shape[0], 2 * packed_OB.shape[1]), np.uint8)
-    codes_OI[:, 0::2] = packed_OB & 0xF
-    codes_OI[:, 1::2] = packed_OB >> 4
-    magnitudes_OI = np.array(E2M1_MAGNITUDES, np.float32)[codes_OI & 0x7]
-    numbers_OI = np.where(codes_OI & 0x8, -magnitudes_OI, magnitudes_OI)
-    scales_OB = tensors[f"{layer}.weight_scale"].astype(np.float32)
+    packed_NB = tensors[f"{layer}.weight_packed" if f"{layer}.weight_packed" in tensors else f"{layer}.weight"]
+    codes_NI = np.empty((packed_NB.shape[0], 2 * packed_NB.shape[1]), np.uint8)
+    codes_NI[:, 0::2] = packed_NB & 0xF
+    codes_NI[:, 1::2] = packed_NB >> 4
+    magnitudes_NI = np.array(E2M1_MAGNITUDES, np.float32)[codes_NI & 0x7]
+    numbers_NI = np.where(codes_NI & 0x8, -magnitudes_NI, magnitudes_NI)
+    scales_NB = tensors[f"{layer}.weight_scale"].astype(np.float32)
     if f"{layer}.weight_scale_2" in tensors:
-        scales_OB = scales_OB * tensors[f"{layer}.weight_scale_2"].astype(np.float32).reshape(())
+        scales_NB = scales_NB * tensors[f"{layer}.weight_scale_2"].astype(np.float32).reshape(())
     else:
-        scales_OB = scales_OB / tensors[f"{layer}.weight_global_scale"].astype(np.float32).reshape(())
-    return numbers_OI * np.repeat(scales_OB, 16, axis=1)
+        scales_NB = scales_NB / tensors[f"{layer}.weight_global_scale"].astype(np.float32).reshape(())
+    return numbers_NI * np.repeat(scales_NB, 16, axis=1)
