@@ -106,6 +106,7 @@ async def test_tokens_equal_generate_on_the_dequantized_weights(
     logits = Logits()
     async with running(config_for(folder, world_size=world_size, **settings), logits.watch) as engine:
         answers = await STATES[state](engine, golden.prompt)
+        assert engine.cluster().dequantization.endswith(" checkpoint, computed in float32")
     assert answers == [golden.tokens] * len(answers)
     difference = (logits.first(NEW_TOKENS) - golden.logits_TV).abs().max()
     assert difference <= LOGIT_TOLERANCE * golden.logits_TV.std()

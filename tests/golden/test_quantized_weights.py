@@ -100,7 +100,9 @@ def test_loaded_model_has_the_dequantized_weights(tmp_path: Path, layout: str) -
     expected = make(tmp_path / "quantized", layout)
     save_file(expected, plain / "model.safetensors", metadata={"format": "pt"})
     wanted = load(str(plain), "float32", "cpu").module.state_dict()
-    found = load(str(tmp_path / "quantized"), "float32", "cpu").module.state_dict()
+    loaded = load(str(tmp_path / "quantized"), "float32", "cpu")
+    assert len(loaded.layouts) == 1
+    found = loaded.module.state_dict()
     assert found.keys() == wanted.keys()
     for name, weight in wanted.items():
         assert torch.equal(found[name], weight), name
@@ -173,6 +175,7 @@ def test_each_rank_has_its_share_of_the_dequantized_weights(tmp_path: Path, layo
         wanted = load_share(str(plain), "float32", "cpu", Share.even(index, 3))
         found = load_share(str(tmp_path / "quantized"), "float32", "cpu", Share.even(index, 3))
         assert found.num_bytes_read < wanted.num_bytes_read
+        assert (len(found.model.layouts), len(wanted.model.layouts)) == (1, 0)
         for one, other in zip(found.model.module.parameters(), wanted.model.module.parameters(), strict=True):
             assert torch.equal(one, other)
 

@@ -160,7 +160,15 @@ def _assemble(found: _Attempt, device: str, share: Share) -> tuple[Model, dict[s
     exchange = RowExchange(share)
     layers = sharded_layers(parts, found.plan, exchange)
     replace_modules(module, layers)
-    model = replace(known, module=module, device=device, ropes=ropes, rotary=rotary, exchange=exchange)
+    model = replace(
+        known,
+        module=module,
+        device=device,
+        ropes=ropes,
+        rotary=rotary,
+        exchange=exchange,
+        layouts=found.loaded.layouts,
+    )
     places = dict[str, LocalParameter]()
     for name, cut in found.plan.cuts.items():
         owner, _, leaf = name.rpartition(".")

@@ -219,6 +219,8 @@ class LoadedShare:
     mismatched: tuple[tuple[str, Any, Any], ...]
     num_bytes: int
     """Bytes read from files."""
+    layouts: tuple[str, ...] = ()
+    """Layouts of the quantized weights of the checkpoint, the most frequent first."""
 
 
 def read_share(
@@ -238,9 +240,9 @@ def read_share(
     mapping: Any = get_model_conversion_mapping(module)
     with open_weights(folder) as (stored, reader):
         tensors = stored if quantization is None else dequantize(stored, quantization, dtype)
+        counts = layouts(tensors)
         if quantization is not None:
-            found = describe_layouts(layouts(tensors), str(dtype).removeprefix("torch."))
-            log.info("weights: %s", found)
+            log.info("weights: %s", describe_layouts(counts, str(dtype).removeprefix("torch.")))
         targets = _targets(module, mapping, tensors)
         converters = {name: _converter(mapping, pattern) for name, (_, pattern) in targets.items()}
         # other conversions need all of a tensor, which is cut afterwards
@@ -274,7 +276,7 @@ def read_share(
             info = type(module)._finalize_model_loading(module, config, info)
         for name in late:
             _replace_parameter(module, name, take(module.get_parameter(name), cuts[name], share))
-    return LoadedShare(tuple(info.missing_keys), tuple(info.mismatched_keys), reader.num_bytes)
+    return LoadedShare(tuple(info.missing_keys), tuple(info.mismatched_keys), reader.num_bytes, tuple(counts))
 
 
 def _replace_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
