@@ -13,11 +13,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.support import numpy_dequantization as numpy_reader
+from workers.model import dequantization
 from workers.model.quantized_weights import dequantize
 from workers.model.weight_reader import open_weights
 
 LAYER = "model.layers.0.mlp.up_proj"
 WEIGHT = f"{LAYER}.weight"
+
+
+@pytest.fixture(params=["compiled", "torch"], autouse=True)
+def _code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of dequantization."""
+    if request.param == "torch":
+        monkeypatch.setattr("workers.model.dequantization._loaded", lambda: None)
+    else:
+        assert dequantization._loaded() is not None
 
 
 def slices(size: int) -> Iterator[list[tuple[int, int]]]:
