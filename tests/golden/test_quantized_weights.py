@@ -347,7 +347,7 @@ def test_scales_that_are_not_numbers_are_refused(tmp_path: Path, layout: str, mo
     make(tmp_path, layout)
     stored = load_file(tmp_path / "model.safetensors")
     scale = stored[name := scale_of(stored, layout)]
-    scale.view(torch.uint8).flatten()[: scale.itemsize] = 255  # also in float8 and in exponents
+    scale.view(torch.uint8).flatten()[: scale.itemsize] = 255  # NaN in each type of scales
     damaged(tmp_path, name, scale)
     assert_refused(tmp_path, f"{layer_of(layout)}", is_unread=False, monkeypatch=monkeypatch)
 
