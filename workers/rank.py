@@ -24,7 +24,7 @@ from longleaf.comm.process_group import (
 from longleaf.config import cache_folder
 from longleaf.errors import ModelRefused, StartError
 from longleaf.fingerprint import Fingerprint, read_fingerprint
-from longleaf.formatting import human_bytes
+from longleaf.formatting import describe_dequantization, human_bytes
 from longleaf.kernels import registry
 from longleaf.kernels.backend import Backend
 from longleaf.kernels.cpu.compiled import NativeBackend
@@ -183,6 +183,7 @@ class Rank:
             weight_bytes=sum(parameter.nbytes for parameter in model.module.parameters()),
             weight_parts=0 if self._weights is None else len(self._weights.share.parts),
             exactness_note=self._exactness_note,
+            dequantization=describe_dequantization(model.layouts, name_of(model.dtype)),
         )
 
     def hold(self, parts: Sequence[int]) -> int:

@@ -81,7 +81,7 @@ def load_share(folder: str, dtype: DtypeName, device: str, share: Share) -> Shar
     assert model.exchange is not None
     read = partial(_read_parts, folder, config, dtype, device, found, quantization)
     weights = LocalWeights(_places(found, parts, layers), model.exchange, read)
-    return ShardedModel(model, found.plan, loaded.num_bytes, weights)
+    return ShardedModel(replace(model, layouts=loaded.layouts), found.plan, loaded.num_bytes, weights)
 
 
 @dataclass(frozen=True, slots=True)
