@@ -5,22 +5,25 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from longleaf.errors import ModelRefused
-from longleaf.grammars.matcher import GrammarMatcher
-from longleaf.grammars.vocabulary import GrammarVocabulary, read_vocabulary
 from longleaf.rank_protocol.step import GrammarTerms, Row
+
+if TYPE_CHECKING:
+    from longleaf.grammars.matcher import GrammarMatcher
+    from longleaf.grammars.vocabulary import GrammarVocabulary
 
 MAX_COMPILED = 32
 """Compiled grammars that are kept for later answers of the same tenant."""
-Vocabulary = Callable[[], GrammarVocabulary]
+Vocabulary = Callable[[], "GrammarVocabulary"]
 log = logging.getLogger(__name__)
 
 
-def no_vocabulary() -> GrammarVocabulary:
+def no_vocabulary() -> "GrammarVocabulary":
     raise ModelRefused("this rank has no vocabulary for grammars")
 
 
@@ -33,7 +36,8 @@ class VocabularyLoader:
         self._folder = folder
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._found: GrammarVocabulary | ModelRefused | None = None
+        self._found: GrammarVocabulary | None = None
+        self._refusal = "the vocabulary was not read"
 
     def start(self) -> None:
         """Begins to read. Idempotent."""
@@ -44,19 +48,22 @@ class VocabularyLoader:
 
     def _read(self) -> None:
         try:
+            # checks on GPU machines run samplers without llguidance
+            from longleaf.grammars.vocabulary import read_vocabulary
+
             self._found = read_vocabulary(self._folder)
         except Exception as error:
+            self._refusal = str(error)
             log.info("constraints are not supported: %s", error)
-            self._found = error if isinstance(error, ModelRefused) else ModelRefused(str(error))
 
-    def get(self) -> GrammarVocabulary:
+    def get(self) -> "GrammarVocabulary":
         """The vocabulary. Waits for it. Raises ModelRefused."""
         self.start()
         assert self._thread is not None
         self._thread.join()
-        if isinstance(self._found, GrammarVocabulary):
-            return self._found
-        raise self._found or ModelRefused("the vocabulary was not read")
+        if self._found is None:
+            raise ModelRefused(self._refusal)
+        return self._found
 
 
 class Constraints:
@@ -89,7 +96,9 @@ class Constraints:
         matcher.replay(terms.generated)
         self._matchers[sequence] = matcher
 
-    def _start_of(self, terms: GrammarTerms) -> GrammarMatcher:
+    def _start_of(self, terms: GrammarTerms) -> "GrammarMatcher":
+        from longleaf.grammars.matcher import GrammarMatcher
+
         key = terms.tenant, terms.grammar
         if key not in self._compiled:
             self._compiled[key] = GrammarMatcher(self._vocabulary(), terms.grammar, ())
@@ -128,7 +137,7 @@ class Constraints:
             matcher.accept(token_id)
             self._check(sequence, matcher)
 
-    def _check(self, sequence: int, matcher: GrammarMatcher) -> None:
+    def _check(self, sequence: int, matcher: "GrammarMatcher") -> None:
         if matcher.error:
             self.failed[sequence] = matcher.error
 
