@@ -64,7 +64,7 @@ def text_of(events: Any) -> tuple[str, str]:
 def test_both_clients_send_constraints(service: Served) -> None:
     async def ask() -> str:
         async with AsyncClient(service.address) as client:
-            events = client.generate("Say it.", constraint=lark('start: "yes" | "no"'))
+            events = client.generate("Answer.", constraint=lark('start: "yes" | "no"'))
             return "".join([event.text async for event in events if isinstance(event, Delta)])
 
     assert asyncio.run(ask()) in ("yes", "no")

@@ -40,7 +40,7 @@ def test_tokens_in_the_manner_of_sentencepiece(tmp_path: Path, space: str) -> No
     assert allowed(folder, "世") == {"<0xE4>"}
 
 
-def test_tokens_that_depend_on_their_neighbours_are_refused(tmp_path: Path) -> None:
+def test_tokens_without_separate_texts_are_refused(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.decoder = decoders.CTC()
     with pytest.raises(ModelRefused, match="makes text of its tokens together only"):
