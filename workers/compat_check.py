@@ -8,13 +8,13 @@ missing, that no operation outside of attention mixes rows, and that the logits 
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
 import msgspec
 
-from longleaf.config import EngineConfig, WeightsChoice, WindowKeys
+from longleaf.config import EngineConfig, WindowKeys
 from longleaf.errors import ModelRefused, StartError
 from longleaf.kernels import registry
 from longleaf.model_report import (
@@ -26,7 +26,7 @@ from longleaf.model_report import (
     ReplicatedReport,
 )
 from longleaf.positions import UNLIMITED_TOKENS, WindowSpec
-from longleaf.weights_choice import choose_weights, memory_of_rank
+from longleaf.weights_choice import HeldWeights, WeightSizes, choose_weights, memory_of_rank
 from workers.exactness import check_exact
 from workers.kv_cache.pools import (
     kv_bytes_per_token,
@@ -41,11 +41,11 @@ from workers.kv_cache.pools import (
     windows_of,
 )
 from workers.model import model as models
-from workers.model.meta_model import meta_model, outline
+from workers.model.meta_model import Outline, meta_model, outline
 from workers.model.model import LayerSpec, Model
 from workers.model.quantized_weights import pop_quantization
 from workers.model.weight_parts import plan_weights, share_bytes
-from workers.model.weight_reader import quantized_layouts
+from workers.model.weight_reader import dtype_of, quantized_layouts, stored_sizes
 from workers.model.weight_shares import Share
 from workers.rank import choose_device, count_gpus
 
@@ -59,24 +59,31 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
     known.
     """
     try:
+        quantized, sizes = measure_quantized(config)
+        known = outline(config.model, config.dtype)
+        whole, stored = (weight_bytes(known, chosen) for chosen in ({}, sizes))
+        shares, share_note, exchanges = measure_shares(config, {})
+        weight_sizes = WeightSizes(whole, stored if sizes else 0)
+        held = chosen_weights(weight_sizes, config, can_share=bool(shares))
+        config = msgspec.structs.replace(config, weights=held.weights, weights_dtype=held.weights_dtype)
+        is_stored = bool(sizes) and held.weights_dtype == "stored"
+        if is_stored and shares:
+            shares, share_note, exchanges = measure_shares(config, sizes)
         model = (
-            models.load(config.model, config.dtype, "cpu") if has_weights else meta_model(config.model, config.dtype)
+            models.load(config.model, config.dtype, "cpu", keeps_stored=is_stored)
+            if has_weights
+            else meta_model(config.model, config.dtype)
         )
         bytes_per_token = kv_bytes_per_token(model.layers, model.dtype, config)
         note = verify(model, config) if has_weights else UNKNOWN
-        shares, share_note, exchanges = measure_shares(config)
-        quantization = pop_quantization(models.read_config(config.model))
-        quantized = quantized_layouts(Path(config.model), quantization)
-    except ModelRefused as error:
+    except (ModelRefused, StartError) as error:
         return AttentionReport(reason=str(error))
-    weight_bytes = sum(p.numel() * p.itemsize for p in model.module.parameters())
-    if config.weights == "auto":
-        config = msgspec.structs.replace(config, weights=chosen_weights(weight_bytes, config) if shares else "whole")
+    size, other = (stored, whole) if is_stored else (whole, stored)
     if config.kv_bytes:
         pools = pools or [config.kv_bytes] * config.world_size
     if config.has_shares and share_note:
         return AttentionReport(reason=share_note)
-    pools = pools or kv_bytes_beside(max(shares) if config.has_shares else weight_bytes, model, config)
+    pools = pools or kv_bytes_beside(max(shares) if config.has_shares else size, model, config)
     windowed = windowed_layers(model, msgspec.structs.replace(config, window_keys="replicated"))
     return AttentionReport(
         dtype=name_of(model.dtype),
@@ -85,10 +92,12 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         trained=model.rotary.trained,
         bytes_per_token=bytes_per_token,
         replicated=replicated(model, msgspec.structs.replace(config, window_keys="replicated")),
-        weight_bytes=weight_bytes,
+        weight_bytes=size,
         share_bytes=shares,
         share_note=share_note,
         weights=config.weights,
+        weights_dtype=held.weights_dtype,
+        other_bytes=other if sizes else 0,
         exchanges=exchanges,
         quantized=quantized,
         has_weights=has_weights,
@@ -98,9 +107,31 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
     )
 
 
-def measure_shares(config: EngineConfig) -> tuple[tuple[int, ...], str, ExchangeReport | None]:
+def measure_quantized(config: EngineConfig) -> tuple[dict[str, int], dict[str, float]]:
+    """The number of quantized tensors by layout, and the bytes per number of those that may remain as stored, by their
+    parameter. Raises ModelRefused.
+    """
+    folder, model_config = Path(config.model), models.read_config(config.model)
+    quantization = pop_quantization(model_config)
+    if quantization is None:
+        return {}, {}
+    found = quantized_layouts(folder, quantization)
+    if count_gpus() and config.device != "cpu":
+        return found, {}
+    dtype = dtype_of(config.model, model_config, config.dtype, quantization)
+    return found, stored_sizes(models.build_on_meta(model_config, dtype), folder, quantization)
+
+
+def weight_bytes(known: Outline, sizes: Mapping[str, float]) -> int:
+    """Bytes of all weights. `sizes`: bytes per number of parameters that remain as stored."""
+    return sum(round(one.numel() * sizes.get(name, one.itemsize)) for name, one in known.parameters.items())
+
+
+def measure_shares(
+    config: EngineConfig, sizes: Mapping[str, float]
+) -> tuple[tuple[int, ...], str, ExchangeReport | None]:
     """Bytes of the weights on each of several ranks if they are sharded, or the reason why they cannot be; and the
-    exchanges of a decode step.
+    exchanges of a decode step. `sizes`: bytes per number of parameters that remain as stored.
     """
     count = config.world_size
     if count == 1:
@@ -112,13 +143,16 @@ def measure_shares(config: EngineConfig) -> tuple[tuple[int, ...], str, Exchange
         return (), str(error), None
     found = weight_plan.exchanges
     exchanges = ExchangeReport(merges=len(known.model.layers), gathers=found.gathers, sums=found.sums)
-    return tuple(share_bytes(known, weight_plan, Share.even(index, count)) for index in range(count)), "", exchanges
+    shares = (share_bytes(known, weight_plan, Share.even(index, count), sizes) for index in range(count))
+    return tuple(shares), "", exchanges
 
 
-def chosen_weights(weight_bytes: int, config: EngineConfig) -> WeightsChoice:
+def chosen_weights(sizes: WeightSizes, config: EngineConfig, *, can_share: bool) -> HeldWeights:
     """The weights that `serve` chooses for ranks on this machine."""
     num_gpus = count_gpus() if config.device != "cpu" else 0
-    return choose_weights(weight_bytes, memory_of_rank(config, num_gpus), config.world_size, config.kv_bytes or 0)
+    weights = config.weights if config.weights != "auto" or can_share else "whole"
+    chosen = weights, config.weights_dtype
+    return choose_weights(*chosen, sizes, memory_of_rank(config, num_gpus), config.world_size, config.kv_bytes or 0)
 
 
 def verify(model: Model, config: EngineConfig) -> str:

@@ -1,5 +1,6 @@
 """Weights of a linear layer in 8 or 4 bits, in the order in which the compiled product reads them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,7 +16,7 @@ MAX_GROUPS = 4096
 """Maximum number of groups of inputs, as in cpu/quantized_linear.c."""
 FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of the format E2M1 by their 4 bits."""
-Ranges = list[tuple[int, int]]
+Ranges = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +41,16 @@ class QuantizedMatrix:
     """int8 [scale rows, groups]; zero points of int4 are 8 less than those of its stored numbers."""
     factor: float = 1.0
     divisor: float = 1.0
+    has_groups: bool = True
+    """Whether scales belong to groups of inputs. Otherwise there is one column of scales, and one group."""
 
     def check(self) -> None:
         """Raises ValueError for sizes that the compiled product does not support."""
         num_groups = self.scales.shape[1]
         if num_groups > MAX_GROUPS:
             raise ValueError(f"{num_groups:,} groups of inputs are more than {MAX_GROUPS:,}")
-        if not is_packed(self.kind):
-            return
-        is_long = self.kind == "int4" and (self.group % BLOCK == 0 or num_groups == 1)
-        if self.group not in GROUPS[self.kind] and not is_long:
-            raise ValueError(f"groups of {self.group} inputs are not supported for {self.kind}")
+        if is_packed(self.kind) and (reason := check_group(self.kind, self.group, is_single=not self.has_groups)):
+            raise ValueError(reason)
 
     @property
     def num_outputs(self) -> int:
@@ -85,9 +85,14 @@ class QuantizedMatrix:
 
     def _spread(self, grid: Tensor) -> Tensor:
         """Values of groups for each input."""
-        if grid.shape[1] == 1:
+        if not self.has_groups:
             return grid
         return grid.repeat_interleave(self.group, dim=1)[:, : self.num_inputs]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.num_outputs, self.num_inputs
 
     def outputs(self, ranges: Ranges) -> "QuantizedMatrix":
         """The matrix of these outputs."""
@@ -106,30 +111,64 @@ class QuantizedMatrix:
         of 4-bit numbers.
         """
         unit = UNIT if is_packed(self.kind) else 1
-        size, ranges = self.num_inputs, [(start, end) for start, end in ranges if start < end]
-        if self.scales.shape[1] > 1:
-            if any(start % self.group or (end % self.group and end != size) for start, end in ranges):
-                raise ValueError(f"inputs {ranges} are not groups of {self.group}")
-            if any(end % self.group for _, end in ranges[:-1]):
-                raise ValueError("a smaller group is not the last one")
         if any(start % unit or end % unit for start, end in ranges):
-            raise ValueError(f"inputs {ranges} are not multiples of {unit}")
+            raise ValueError(f"inputs {list(ranges)} are not multiples of {unit}")
         codes = unpack(self.numbers) if is_packed(self.kind) else self.numbers
-        chosen = torch.cat([codes[:, :0], *(codes[:, start:end] for start, end in ranges)], dim=1)
-        group = max(1, chosen.shape[1]) if self.scales.shape[1] == 1 else self.group
-        scales, zeros = self.scales, self.zeros
-        if scales.shape[1] > 1:
-            bounds = [(start // group, -(-end // group)) for start, end in ranges]
-            scales = torch.cat([_bits(scales)[:, :0], *(_bits(scales)[:, start:end] for start, end in bounds)], dim=1)
-            scales = scales.view(self.scales.dtype)
-            zeros = None if zeros is None else torch.cat([zeros[:, start:end] for start, end in bounds], dim=1)
-        numbers = pack(chosen) if is_packed(self.kind) else chosen
-        return replace(self, numbers=numbers.contiguous(), scales=scales, zeros=zeros, group=group)
+        numbers = torch.cat([codes[:, start:end] for start, end in ranges], dim=1)
+        numbers = pack(numbers) if is_packed(self.kind) else numbers
+        if not self.has_groups:
+            return replace(self, numbers=numbers, group=max(1, sum(end - start for start, end in ranges)))
+        size = self.num_inputs
+        bounds = [bound for one in ranges for bound in one if bound != size]
+        if any(bound % self.group for bound in bounds) or any(end % self.group for _, end in ranges[:-1]):
+            raise ValueError(f"inputs {list(ranges)} are not groups of {self.group}")
+        groups = [(start // self.group, -(-end // self.group)) for start, end in ranges]
+        scales = torch.cat([_bits(self.scales)[:, start:end] for start, end in groups], dim=1).view(self.scales.dtype)
+        zeros = None if self.zeros is None else torch.cat([self.zeros[:, start:end] for start, end in groups], dim=1)
+        return replace(self, numbers=numbers, scales=scales, zeros=zeros)
+
+
+def join_outputs(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """One matrix with the outputs of several, which have the same inputs."""
+    first, offset, rows = matrices[0], 0, list[Tensor]()
+    for one in matrices:
+        rows.append(one.scale_rows + offset)
+        offset += len(one.scales)
+    scales = torch.cat([_bits(one.scales) for one in matrices]).view(first.scales.dtype)
+    zeros = [one.zeros for one in matrices if one.zeros is not None]
+    return replace(
+        first,
+        numbers=torch.cat([one.numbers for one in matrices]),
+        scales=scales,
+        scale_rows=torch.cat(rows),
+        zeros=torch.cat(zeros) if zeros else None,
+    )
+
+
+def join_inputs(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """One matrix with the inputs of several, which have the same outputs. All but the last consist of whole groups."""
+    first = matrices[0]
+    codes = [unpack(one.numbers) if is_packed(one.kind) else one.numbers for one in matrices]
+    numbers = torch.cat(codes, dim=1)
+    numbers = pack(numbers) if is_packed(first.kind) else numbers
+    if not first.has_groups:
+        return replace(first, numbers=numbers, group=max(1, sum(one.num_inputs for one in matrices)))
+    scales = torch.cat([_bits(one.scales) for one in matrices], dim=1).view(first.scales.dtype)
+    zeros = [one.zeros for one in matrices if one.zeros is not None]
+    return replace(first, numbers=numbers, scales=scales, zeros=torch.cat(zeros, dim=1) if zeros else None)
 
 
 def is_packed(kind: NumberKind) -> bool:
     """Whether a byte holds two numbers."""
     return kind in ("int4", "float4")
+
+
+def check_group(kind: NumberKind, group: int, *, is_single: bool) -> str:
+    """The reason why the compiled product does not support groups of 4-bit numbers, or an empty string. `is_single`:
+    there is one group.
+    """
+    is_long = kind == "int4" and (group % BLOCK == 0 or is_single)
+    return "" if group in GROUPS[kind] or is_long else f"groups of {group} inputs are not supported for {kind}"
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -142,22 +181,25 @@ def pack(codes: Tensor) -> Tensor:
     num_outputs, num_inputs = codes.shape
     if num_inputs % UNIT:
         raise ValueError(f"{num_inputs:,} inputs are not a multiple of {UNIT}")
-    edge = num_inputs // BLOCK * BLOCK
-    blocks = codes[:, :edge].reshape(num_outputs, -1, BLOCK // UNIT, 2, LANES)
+    num_blocks, num_units = num_inputs // BLOCK, num_inputs % BLOCK // UNIT
+    edge = num_blocks * BLOCK
+    blocks = codes[:, :edge].reshape(num_outputs, num_blocks, BLOCK // UNIT, 2, LANES)
     words = (blocks[:, :, :, 0] | (blocks[:, :, :, 1] << 4)).transpose(2, 3)
-    units = codes[:, edge:].reshape(num_outputs, -1, 2, LANES)
+    units = codes[:, edge:].reshape(num_outputs, num_units, 2, LANES)
     rest = units[:, :, 0] | (units[:, :, 1] << 4)
-    return torch.cat([words.reshape(num_outputs, edge // 2), rest.reshape(num_outputs, -1)], dim=1)
+    return torch.cat([words.reshape(num_outputs, edge // 2), rest.reshape(num_outputs, num_units * LANES)], dim=1)
 
 
 def unpack(packed: Tensor) -> Tensor:
     """The inverse of `pack`."""
     num_outputs, num_inputs = packed.shape[0], 2 * packed.shape[1]
-    edge = num_inputs // BLOCK * BLOCK
-    words = packed[:, : edge // 2].reshape(num_outputs, -1, LANES, BLOCK // UNIT).transpose(2, 3)
-    rest = packed[:, edge // 2 :].reshape(num_outputs, -1, LANES)
+    num_blocks, num_units = num_inputs // BLOCK, num_inputs % BLOCK // UNIT
+    edge = num_blocks * BLOCK
+    words = packed[:, : edge // 2].reshape(num_outputs, num_blocks, LANES, BLOCK // UNIT).transpose(2, 3)
+    units = packed[:, edge // 2 :].reshape(num_outputs, num_units, LANES)
     blocks = torch.stack([words & 15, words >> 4], dim=3).reshape(num_outputs, edge)
-    return torch.cat([blocks, torch.stack([rest & 15, rest >> 4], dim=2).reshape(num_outputs, -1)], dim=1)
+    rest = torch.stack([units & 15, units >> 4], dim=2).reshape(num_outputs, num_units * UNIT)
+    return torch.cat([blocks, rest], dim=1)
 
 
 def scales_in_float32(scales: Tensor) -> Tensor:

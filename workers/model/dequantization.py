@@ -87,7 +87,7 @@ class ScaledNumbers:
         if len(shape) < 2:
             raise ValueError(f"the weight has the shape {list(shape)}, which is not one of a matrix")
         *lead, rows, columns = shape
-        num_rows, num_columns = _grid(scale, lead)
+        num_rows, num_columns = scale_grid(scale, lead)
         grid = num_rows, num_columns
         found = {(high, wide) for high, wide in blocks if grid == (ceil(rows / high), ceil(columns / wide))}
         if len(found) > 1:
@@ -126,7 +126,7 @@ class ScaledNumbers:
     def _spread(self, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Scales for each element of a part; those of a channel or a tensor are broadcast."""
         *lead, _, _ = shape
-        grid = scales.reshape(*lead, *_grid(scales.shape, lead))
+        grid = scales.reshape(*lead, *scale_grid(scales.shape, lead))
         for dim, unit in ((-2, self.block[0]), (-1, self.block[1])):
             if grid.shape[dim] > 1 or unit < self.shape[dim]:
                 grid = grid.repeat_interleave(unit, dim=dim).narrow(dim, 0, shape[dim])
@@ -288,18 +288,28 @@ class PackedIntegers:
 
     def combine(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
         rows, columns = shape
-        numbers, scale = self._unpack(parts, "packed"), parts["scale"].to(torch.float32)
-        scale = scale.T if self._is_transposed else scale
+        numbers, scale, stored_zero = self.integers(parts, (rows, columns))
+        scale = scale.to(torch.float32)
         groups = parts["groups"].long() if self.has_groups else torch.arange(columns) // self.group
         if self.has_groups and not 0 <= int(groups.min()) <= int(groups.max()) < scale.shape[1]:
             raise ValueError(f"an input has a group outside of 0 to {scale.shape[1] - 1}")
-        zero: Tensor | int = 1 << (self.num_bits - 1)
+        zero = 1 << (self.num_bits - 1) if stored_zero is None else stored_zero[:, groups]
+        return (numbers - zero).to(torch.float32) * scale[:, groups]
+
+    def integers(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The integers, from 0, of this part of the weight, the scales [outputs, groups], and zero points if there are
+        any.
+        """
+        rows, columns = shape
+        numbers, scale = self._unpack(parts, "packed"), parts["scale"]
+        zero = None
         if "zero_point" in parts:
             stored = self._unpack(parts, "zero_point")
             if self.zero_offset and int(stored.max()) == (1 << self.num_bits) - 1:
                 raise ValueError("a zero point overflows when 1 is added, and readers of this format differ there")
-            zero = stored[:rows, groups] + self.zero_offset
-        return (numbers[:rows, :columns] - zero).to(torch.float32) * scale[:rows, groups]
+            zero = stored[:rows] + self.zero_offset
+        scale = scale.T if self._is_transposed else scale
+        return numbers[:rows, :columns], scale[:rows], zero
 
     @property
     def _is_transposed(self) -> bool:
@@ -333,7 +343,7 @@ def _packed_shapes(kind: str, rows: int, columns: int, num_groups: int, num_bits
             return [columns, words(rows)], [num_groups, words(rows)]
 
 
-def _grid(scale: Sequence[int], lead: Sequence[int]) -> tuple[int, int]:
+def scale_grid(scale: Sequence[int], lead: Sequence[int]) -> tuple[int, int]:
     """Number of rows and columns of scales: the shape is [lead..., rows, columns], [lead..., rows], or [lead...]."""
     lead = list(lead)
     own = list(scale[len(lead) :]) if list(scale[: len(lead)]) == lead else None
@@ -369,6 +379,9 @@ def _scales(stored: Tensor) -> Tensor:
 
 def _unpack_fp4(packed: Tensor) -> Tensor:
     """The numbers of bytes [..., n] as float32 [..., 2 n]."""
-    values = torch.tensor(FP4_VALUES)
-    found = torch.stack([values[(packed & 15).long()], values[(packed >> 4).long()]], dim=-1)
-    return found.flatten(-2)
+    return torch.tensor(FP4_VALUES)[unpack_bytes(packed).long()]
+
+
+def unpack_bytes(packed: Tensor) -> Tensor:
+    """The numbers of 4 bits of bytes [..., n], the first in the low bits: [..., 2 n]."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)

@@ -15,9 +15,9 @@ experts and embeddings are tried on random weights of a small width before they 
 import copy
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,13 +97,33 @@ def plan_weights(outline: Outline, num_shares: int) -> WeightPlan:
     return _Planner(outline, num_shares).plan()
 
 
-def share_bytes(outline: Outline, plan: WeightPlan, share: Share) -> int:
-    """Bytes of the parameters that a rank holds."""
+def align_pairs(plan: WeightPlan, units: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]) -> WeightPlan:
+    """The same division with bounds of the widths of pairs at multiples of the units, by the name of a second weight:
+    quantized weights are divided between groups of inputs.
+    """
+    cuts = dict(plan.cuts)
+    for pair in plan.pairs:
+        output = f"{pair.output}.weight"
+        unit = units.get(output, 1)
+        if shapes[output][cuts[output].dim] % unit:
+            continue
+        for name, cut in plan.cuts.items():
+            if name.rpartition(".")[0] in (*pair.inputs, pair.output):
+                cuts[name] = replace(cut, unit=unit)
+    return replace(plan, cuts=cuts)
+
+
+def share_bytes(outline: Outline, plan: WeightPlan, share: Share, sizes: Mapping[str, float] | None = None) -> int:
+    """Bytes of the parameters that a rank holds. `sizes`: bytes per number of parameters that remain quantized."""
+    known = sizes or {}
     shapes = {
         name: plan.cuts[name].shape(tuple(parameter.shape), share) if name in plan.cuts else tuple(parameter.shape)
         for name, parameter in outline.parameters.items()
     }
-    return sum(torch.Size(shape).numel() * outline.parameters[name].itemsize for name, shape in shapes.items())
+    return sum(
+        round(torch.Size(shape).numel() * known.get(name, outline.parameters[name].itemsize))
+        for name, shape in shapes.items()
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longleaf.kernels.cpu.quantized_linear import MAX_ROWS, NativeQuantizedLinear, QuantizedLinear
-from longleaf.kernels.quantized_matrix import NumberKind, QuantizedMatrix, pack, unpack
+from longleaf.kernels.quantized_matrix import NumberKind, QuantizedMatrix, join_inputs, join_outputs, pack, unpack
 
 BOUND = 1e-6
 """Largest error relative to the sum of absolute terms. Weights are dequantized as by torch, so only the order of sums
@@ -46,7 +46,7 @@ def matrix_of(case: Case, seed: int = 0) -> QuantizedMatrix:
     zeros = torch.randint(-8, 8, grid, dtype=torch.int8, generator=generator) if has_zeros else None
     rows = (torch.arange(num_out) // per_scale).to(torch.int32)
     divisor = 3.0 if scale_type == torch.float8_e4m3fn else 1.0
-    return QuantizedMatrix(kind, numbers, scales, rows, group, zeros, divisor=divisor)
+    return QuantizedMatrix(kind, numbers, scales, rows, group, zeros, divisor=divisor, has_groups=group < num_in)
 
 
 @pytest.fixture(scope="module")
@@ -113,14 +113,20 @@ def test_slices_have_the_weights_of_the_matrix(case: Case) -> None:
     matrix = matrix_of(case)
     weights = matrix.dequantize()
     ranges = [(3, 20), (25, 33)]
-    assert torch.equal(matrix.outputs(ranges).dequantize(), joined(weights, ranges, 0))
-    unit = matrix.group if matrix.scales.shape[1] > 1 else 32 if matrix.kind in ("int4", "float4") else 7
-    unit = max(unit, 32) if matrix.kind in ("int4", "float4") else unit
+    some, rest = matrix.outputs(ranges), matrix.outputs([(20, 25)])
+    assert torch.equal(some.dequantize(), joined(weights, ranges, 0))
+    assert torch.equal(join_outputs([some, rest]).dequantize(), joined(weights, [*ranges, (20, 25)], 0))
+    assert matrix.outputs([(0, 0)]).shape == (0, matrix.num_inputs)
+    assert matrix.inputs([(0, 0)]).shape == (matrix.num_outputs, 0)
+    unit = max(matrix.group if matrix.has_groups else 7, 32 if matrix.kind in ("int4", "float4") else 1)
+    unit = 32 if not matrix.has_groups and matrix.kind == "int4" else unit
     if 3 * unit > matrix.num_inputs:
         return
     ranges = [(0, unit), (2 * unit, matrix.num_inputs)]
-    assert torch.equal(matrix.inputs(ranges).dequantize(), joined(weights, ranges, 1))
-    if matrix.scales.shape[1] > 1:
+    some, rest = matrix.inputs([(unit, 2 * unit)]), matrix.inputs(ranges)
+    assert torch.equal(rest.dequantize(), joined(weights, ranges, 1))
+    assert torch.equal(join_inputs([some, rest]).dequantize(), joined(weights, [(unit, 2 * unit), *ranges], 1))
+    if matrix.has_groups:
         with pytest.raises(ValueError, match="are not"):
             matrix.inputs([(0, unit // 2)])
 
