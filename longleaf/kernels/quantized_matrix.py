@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,7 +98,9 @@ class QuantizedMatrix:
     def outputs(self, ranges: Ranges) -> "QuantizedMatrix":
         """The matrix of these outputs."""
         places = torch.cat([torch.arange(start, end) for start, end in ranges])
-        used, rows = self.scale_rows[places].unique(return_inverse=True)
+        found = self.scale_rows[places]
+        used = torch.from_numpy(np.unique(found.numpy()))
+        rows = torch.searchsorted(used, found)
         return replace(
             self,
             numbers=self.numbers[places],

@@ -294,9 +294,15 @@ def read_share(
             _replace_parameter(module, name, take(module.get_parameter(name), cuts[name], share))
         for name, tensor in remaining.items():
             assert kernel is not None
-            bias = module.get_submodule(_owner(name)).bias
+            bias: Any = module.get_submodule(_owner(name)).bias
             _replace_module(module, name, QuantizedLinear(tensor.matrix(), bias, dtype, kernel))
     return LoadedShare(tuple(info.missing_keys), tuple(info.mismatched_keys), reader.num_bytes)
+
+
+def targets_of(module: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """The parameter that each tensor of a checkpoint becomes, or is a part of."""
+    mapping: Any = get_model_conversion_mapping(module)
+    return {name: target for name, (target, _) in _targets(module, mapping, names).items()}
 
 
 def input_units(module: PreTrainedModel, folder: Path, quantization: Quantization) -> dict[str, int]:
