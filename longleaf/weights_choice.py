@@ -38,7 +38,7 @@ class _Config(msgspec.Struct, frozen=True):
     quantization_config: object = None
 
 
-class HeldWeights(msgspec.Struct, frozen=True):
+class WeightsInMemory(msgspec.Struct, frozen=True):
     """The weights of each rank, without choices that are left open."""
 
     weights: Literal["whole", "sharded"]
@@ -60,7 +60,7 @@ def choose_weights(
     rank_memory: int | None,
     world_size: int,
     kv_bytes: int = 0,
-) -> HeldWeights:
+) -> WeightsInMemory:
     """The first of whole dequantized, whole stored, sharded dequantized and sharded stored weights that `weights` and
     `weights_dtype` allow, and for which the memory of each rank has room beside `kv_bytes` bytes of keys and values.
     The last allowed one if none fits; the first if the memory is unknown (None).
@@ -71,17 +71,17 @@ def choose_weights(
     )
     ways = (weights,) if weights != "auto" else ways
     types = (weights_dtype,) if weights_dtype != "auto" else types
-    allowed = [HeldWeights(way, kind) for way in ways for kind in types]
+    allowed = [WeightsInMemory(way, kind) for way in ways for kind in types]
     if rank_memory is None or not sizes.dequantized:
         return allowed[0]
     room = (1 - REMAINING) * rank_memory - kv_bytes
-    return next((held for held in allowed if bytes_of_rank(held, sizes, world_size) <= room), allowed[-1])
+    return next((chosen for chosen in allowed if bytes_of_rank(chosen, sizes, world_size) <= room), allowed[-1])
 
 
-def bytes_of_rank(held: HeldWeights, sizes: WeightSizes, world_size: int) -> float:
+def bytes_of_rank(chosen: WeightsInMemory, sizes: WeightSizes, world_size: int) -> float:
     """About the bytes of the weights on each rank."""
-    size = sizes.stored if held.weights_dtype == "stored" else sizes.dequantized
-    return size / world_size if held.weights == "sharded" else size
+    size = sizes.stored if chosen.weights_dtype == "stored" else sizes.dequantized
+    return size / world_size if chosen.weights == "sharded" else size
 
 
 def with_weights(config: ServiceConfig, num_gpus: int, notify: Callable[[str], None]) -> ServiceConfig:
@@ -94,30 +94,30 @@ def with_weights(config: ServiceConfig, num_gpus: int, notify: Callable[[str], N
     engine = config.engine
     is_open = engine.weights == "auto" and engine.world_size > 1
     if not is_open and engine.weights_dtype != "auto":
-        held = HeldWeights("whole" if engine.weights == "auto" else engine.weights, engine.weights_dtype)
+        chosen = WeightsInMemory("whole" if engine.weights == "auto" else engine.weights, engine.weights_dtype)
     else:
         is_on_gpus = bool(num_gpus) and engine.device != "cpu"
         sizes = sizes_of(Path(engine.model), engine.dtype)
         sizes = msgspec.structs.replace(sizes, stored=0) if is_on_gpus else sizes
         rank_memory = None if config.ray_address is not None else memory_of_rank(engine, num_gpus)
         given = engine.weights, engine.weights_dtype
-        held = choose_weights(*given, sizes, rank_memory, engine.world_size, engine.kv_bytes or 0)
-        is_sharded = engine.weights == "auto" and held.weights == "sharded"
-        if is_sharded or (engine.weights_dtype == "auto" and held.weights_dtype == "stored"):
+        chosen = choose_weights(*given, sizes, rank_memory, engine.world_size, engine.kv_bytes or 0)
+        is_sharded = engine.weights == "auto" and chosen.weights == "sharded"
+        if is_sharded or (engine.weights_dtype == "auto" and chosen.weights_dtype == "stored"):
             assert rank_memory is not None
-            notify(describe_choice(held, sizes, rank_memory, engine.world_size))
-    engine = msgspec.structs.replace(engine, weights=held.weights, weights_dtype=held.weights_dtype)
+            notify(describe_choice(chosen, sizes, rank_memory, engine.world_size))
+    engine = msgspec.structs.replace(engine, weights=chosen.weights, weights_dtype=chosen.weights_dtype)
     return msgspec.structs.replace(config, engine=engine)
 
 
-def describe_choice(held: HeldWeights, sizes: WeightSizes, rank_memory: int, world_size: int) -> str:
+def describe_choice(chosen: WeightsInMemory, sizes: WeightSizes, rank_memory: int, world_size: int) -> str:
     """The reason for sharded or stored weights, and the bytes on each rank."""
-    size = human_bytes(bytes_of_rank(held, sizes, world_size))
-    kinds = ["sharded"] if held.weights == "sharded" else []
-    kinds += ["kept as stored"] if held.weights_dtype == "stored" else []
+    size = human_bytes(bytes_of_rank(chosen, sizes, world_size))
+    kinds = ["sharded"] if chosen.weights == "sharded" else []
+    kinds += ["kept as stored"] if chosen.weights_dtype == "stored" else []
     where = f"on each of {count_ranks(world_size)}" if world_size > 1 else "in memory"
     whole, there = human_bytes(sizes.dequantized), human_bytes(rank_memory)
-    dequantized = " dequantized" if held.weights_dtype == "stored" else ""
+    dequantized = " dequantized" if chosen.weights_dtype == "stored" else ""
     reason = f"all {whole}{dequantized} do not fit into the {there} of a rank"
     return f"weights: {' and '.join(kinds)}, about {size} {where}: {reason}"
 

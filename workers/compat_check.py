@@ -26,7 +26,7 @@ from longleaf.model_report import (
     ReplicatedReport,
 )
 from longleaf.positions import UNLIMITED_TOKENS, WindowSpec
-from longleaf.weights_choice import HeldWeights, WeightSizes, choose_weights, memory_of_rank
+from longleaf.weights_choice import WeightsInMemory, WeightSizes, choose_weights, memory_of_rank
 from workers.exactness import check_exact
 from workers.kv_cache.pools import (
     kv_bytes_per_token,
@@ -64,9 +64,9 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         whole, stored = (weight_bytes(known, chosen) for chosen in ({}, sizes))
         shares, share_note, exchanges = measure_shares(config, {})
         weight_sizes = WeightSizes(whole, stored if sizes else 0)
-        held = chosen_weights(weight_sizes, config, can_share=bool(shares))
-        config = msgspec.structs.replace(config, weights=held.weights, weights_dtype=held.weights_dtype)
-        is_stored = bool(sizes) and held.weights_dtype == "stored"
+        chosen = chosen_weights(weight_sizes, config, can_share=bool(shares))
+        config = msgspec.structs.replace(config, weights=chosen.weights, weights_dtype=chosen.weights_dtype)
+        is_stored = bool(sizes) and chosen.weights_dtype == "stored"
         if is_stored and shares:
             shares, share_note, exchanges = measure_shares(config, sizes)
         model = (
@@ -96,7 +96,7 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         share_bytes=shares,
         share_note=share_note,
         weights=config.weights,
-        weights_dtype=held.weights_dtype,
+        weights_dtype=chosen.weights_dtype,
         other_bytes=other if sizes else 0,
         exchanges=exchanges,
         quantized=quantized,
@@ -147,7 +147,7 @@ def measure_shares(
     return tuple(shares), "", exchanges
 
 
-def chosen_weights(sizes: WeightSizes, config: EngineConfig, *, can_share: bool) -> HeldWeights:
+def chosen_weights(sizes: WeightSizes, config: EngineConfig, *, can_share: bool) -> WeightsInMemory:
     """The weights that `serve` chooses for ranks on this machine."""
     num_gpus = count_gpus() if config.device != "cpu" else 0
     weights = config.weights if config.weights != "auto" or can_share else "whole"

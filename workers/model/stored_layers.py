@@ -66,8 +66,8 @@ def stored_layers(
             reasons[reason] += 1
         else:
             found[target] = tensor
-    noted = "".join(f"; {count} dequantized: {reason}" for reason, count in reasons.most_common())
-    return found, f"{len(found)} quantized tensors remain as stored{noted}"
+    others = "".join(f"; {count} dequantized: {reason}" for reason, count in reasons.most_common())
+    return found, f"{len(found)} quantized tensors remain as stored{others}"
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -11,7 +11,7 @@ from longleaf import weights_choice
 from longleaf.config import EngineConfig
 from longleaf.resources import Memory
 from longleaf.service_settings import ServiceConfig
-from longleaf.weights_choice import HeldWeights, WeightSizes, choose_weights, sizes_of, with_weights
+from longleaf.weights_choice import WeightsInMemory, WeightSizes, choose_weights, sizes_of, with_weights
 from tests.support.small_weights import write_tensors
 
 GB = 10**9
@@ -31,7 +31,7 @@ GB = 10**9
 )
 def test_weights_are_sharded_where_whole_ones_do_not_fit(weight_bytes, rank_memory, world_size, kv_bytes, expected):
     found = choose_weights("auto", "auto", WeightSizes(weight_bytes), rank_memory, world_size, kv_bytes)
-    assert found == HeldWeights(expected, "dequantized")
+    assert found == WeightsInMemory(expected, "dequantized")
 
 
 SIZES = WeightSizes(100 * GB, 30 * GB)
@@ -53,7 +53,7 @@ SIZES = WeightSizes(100 * GB, 30 * GB)
     ],
 )
 def test_weights_remain_quantized_where_dequantized_ones_do_not_fit(weights, weights_dtype, rank_memory, expected):
-    assert choose_weights(weights, weights_dtype, SIZES, rank_memory, 4) == HeldWeights(*expected)
+    assert choose_weights(weights, weights_dtype, SIZES, rank_memory, 4) == WeightsInMemory(*expected)
 
 
 @pytest.fixture
