@@ -89,25 +89,43 @@ def with_weights(config: ServiceConfig, num_gpus: int, notify: Callable[[str], N
     folder. `num_gpus`: the GPUs of this machine. `notify` receives a message unless all weights are whole and
     dequantized.
 
-    Weights remain whole and dequantized if the memory of the ranks is unknown, as on an existing Ray cluster.
+    On an existing Ray cluster `auto` remains: the service chooses when it knows the nodes of its ranks.
     """
     engine = config.engine
-    is_open = engine.weights == "auto" and engine.world_size > 1
-    if not is_open and engine.weights_dtype != "auto":
-        chosen = WeightsInMemory("whole" if engine.weights == "auto" else engine.weights, engine.weights_dtype)
-    else:
-        is_on_gpus = bool(num_gpus) and engine.device != "cpu"
-        sizes = sizes_of(Path(engine.model), engine.dtype)
-        sizes = msgspec.structs.replace(sizes, stored=0) if is_on_gpus else sizes
-        rank_memory = None if config.ray_address is not None else memory_of_rank(engine, num_gpus)
-        given = engine.weights, engine.weights_dtype
-        chosen = choose_weights(*given, sizes, rank_memory, engine.world_size, engine.kv_bytes or 0)
-        is_sharded = engine.weights == "auto" and chosen.weights == "sharded"
-        if is_sharded or (engine.weights_dtype == "auto" and chosen.weights_dtype == "stored"):
-            assert rank_memory is not None
-            notify(describe_choice(chosen, sizes, rank_memory, engine.world_size))
-    engine = msgspec.structs.replace(engine, weights=chosen.weights, weights_dtype=chosen.weights_dtype)
-    return msgspec.structs.replace(config, engine=engine)
+    if not has_choice(engine) or (config.ray_address is not None and engine.world_size > 1):
+        return config
+    is_on_gpus = bool(num_gpus) and engine.device != "cpu"
+    chosen, message = with_chosen_weights(engine, memory_of_rank(engine, num_gpus), is_on_gpus=is_on_gpus)
+    if message:
+        notify(message)
+    return msgspec.structs.replace(config, engine=chosen)
+
+
+def has_choice(engine: EngineConfig) -> bool:
+    """Whether the settings leave a choice of the weights open."""
+    return "auto" in (engine.weights, engine.weights_dtype)
+
+
+def with_chosen_weights(
+    engine: EngineConfig, rank_memory: int | None, *, is_on_gpus: bool = False
+) -> tuple[EngineConfig, str]:
+    """The settings with `whole` or `sharded`, and `stored` or `dequantized`, instead of `auto`, and the reason for a
+    choice other than whole dequantized weights, or an empty string. `rank_memory`: bytes of the memory of each rank,
+    None if it is unknown. GPUs do not support stored weights.
+
+    Raises InvalidArgument for settings that are invalid with sharded weights.
+    """
+    sizes = sizes_of(Path(engine.model), engine.dtype)
+    sizes = msgspec.structs.replace(sizes, stored=0) if is_on_gpus else sizes
+    given = engine.weights, engine.weights_dtype
+    weights = choose_weights(*given, sizes, rank_memory, engine.world_size, engine.kv_bytes or 0)
+    chosen = msgspec.structs.replace(engine, weights=weights.weights, weights_dtype=weights.weights_dtype)
+    chosen.check()
+    is_sharded = engine.weights == "auto" and weights.weights == "sharded"
+    is_stored = engine.weights_dtype == "auto" and weights.weights_dtype == "stored"
+    if rank_memory is None or not (is_sharded or is_stored):
+        return chosen, ""
+    return chosen, describe_choice(weights, sizes, rank_memory, engine.world_size)
 
 
 def describe_choice(chosen: WeightsInMemory, sizes: WeightSizes, rank_memory: int, world_size: int) -> str:

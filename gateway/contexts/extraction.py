@@ -3,16 +3,17 @@
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import BinaryIO
 
+from gateway.contexts.received_files import ReceivedFile, ReceivedFiles
 from gateway.contexts.upload_slots import UploadSlot
 from longleaf.documents.collection import Collection, SourceFile, files_of
 from longleaf.documents.extraction_process import ExtractionProcess, FileSection, LeftOut, extract
 from longleaf.documents.limits import ExtractionLimits
 from longleaf.documents.text_budget import TextBudget
-from longleaf.errors import InvalidArgument, StartError
+from longleaf.errors import InvalidArgument, Unavailable
 from longleaf.formatting import human_number
 
 UPLOAD_SECONDS = 300.0
@@ -26,17 +27,6 @@ UNFILTERED = (
     "reach the files and the network of the gateway"
 )
 log = logging.getLogger("gateway")
-
-
-@dataclass(frozen=True)
-class UploadedFile:
-    """A received file."""
-
-    name: str
-    file: BinaryIO
-    declared: str = ""
-    """Media type, in lower case and without parameters."""
-    encoding: str = ""
 
 
 @dataclass
@@ -65,7 +55,7 @@ class _Run:
 
 
 async def extract_files(
-    files: Sequence[UploadedFile], slot: UploadSlot, *, as_text: bool, found: Collection
+    files: ReceivedFiles, slot: UploadSlot, *, as_text: bool, found: Collection
 ) -> AsyncGenerator[FileSection | None, None]:
     """Waits for the turn of the slot, adds the texts of the files to `found`, and yields the latest section at
     intervals. Of several files, those that cannot be read are left out; a single one raises InvalidArgument. Raises
@@ -85,9 +75,7 @@ async def extract_files(
             work.exception()  # otherwise asyncio logs it
 
 
-async def _extract_in_turn(
-    files: Sequence[UploadedFile], slot: UploadSlot, as_text: bool, run: _Run, found: Collection
-) -> None:
+async def _extract_in_turn(files: ReceivedFiles, slot: UploadSlot, as_text: bool, run: _Run, found: Collection) -> None:
     await slot.wait_turn()
     try:
         async with asyncio.timeout(UPLOAD_SECONDS):
@@ -97,16 +85,17 @@ async def _extract_in_turn(
         message += ": upload fewer files at a time" if len(files) > 1 else ""
         raise InvalidArgument("body", message) from None
     finally:
+        files.close()  # before the slot's bytes count as free
         slot.end_extraction()
 
 
 async def _extract_all(
-    files: Sequence[UploadedFile], limits: ExtractionLimits, as_text: bool, run: _Run, found: Collection
+    files: ReceivedFiles, limits: ExtractionLimits, as_text: bool, run: _Run, found: Collection
 ) -> None:
     budget = TextBudget(limits)
     for each in files:
         try:
-            await _extract_in_thread(each, limits, as_text, run, budget, found)
+            await _extract_in_thread(files, each, limits, as_text, run, budget, found)
         except InvalidArgument as error:
             if len(files) == 1:
                 raise
@@ -118,15 +107,23 @@ async def _extract_all(
 
 
 async def _extract_in_thread(
-    each: UploadedFile, limits: ExtractionLimits, as_text: bool, run: _Run, budget: TextBudget, found: Collection
+    files: ReceivedFiles,
+    each: ReceivedFile,
+    limits: ExtractionLimits,
+    as_text: bool,
+    run: _Run,
+    budget: TextBudget,
+    found: Collection,
 ) -> None:
     """Cancellation ends the process, and returns after the thread, which uses the file."""
-    work = asyncio.create_task(asyncio.to_thread(_extract, each, limits, as_text, run, budget, found))
+    work = asyncio.create_task(asyncio.to_thread(_extract, files, each, limits, as_text, run, budget, found))
     try:
         await asyncio.wait([work])
     except asyncio.CancelledError:
         run.cancel()
-        await asyncio.wait([work])
+        while not work.done():
+            with suppress(asyncio.CancelledError):  # a second one, of a client that leaves at the time limit
+                await asyncio.wait([work])
         if not work.cancelled():
             work.exception()  # otherwise asyncio logs it
         raise
@@ -134,25 +131,30 @@ async def _extract_in_thread(
 
 
 def _extract(
-    each: UploadedFile, limits: ExtractionLimits, as_text: bool, run: _Run, budget: TextBudget, found: Collection
+    files: ReceivedFiles,
+    each: ReceivedFile,
+    limits: ExtractionLimits,
+    as_text: bool,
+    run: _Run,
+    budget: TextBudget,
+    found: Collection,
 ) -> None:
     try:
-        each.file.seek(0)
-        extracted = extract(
-            each.file,
-            each.name,
-            limits=limits,
-            encoding=each.encoding,
-            as_text=as_text,
-            declared=each.declared,
-            budget=budget,
-            on_start=run.start,
-            on_section=run.report,
-        )
+        with files.opened(each) as file:
+            extracted = extract(
+                file,
+                each.name,
+                limits=limits,
+                encoding=each.encoding,
+                as_text=as_text,
+                declared=each.declared,
+                budget=budget,
+                on_start=run.start,
+                on_section=run.report,
+            )
     except OSError as error:
-        raise StartError(f"a file cannot be extracted: {error.strerror}") from None
-    finally:
-        each.file.close()  # early, because a form has many
+        log.error("a file cannot be copied or its extraction cannot be started: %s", error.strerror)
+        raise Unavailable("the gateway cannot extract the files: try again later") from None
     if "filter" not in extracted.confined_by:
         log.warning(UNFILTERED)
     found.files += [SourceFile(file.name, sections=file.sections) for file in files_of(extracted)]

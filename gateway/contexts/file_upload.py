@@ -4,20 +4,18 @@ import asyncio
 import logging
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import ExitStack, aclosing, suppress
+from contextlib import ExitStack, aclosing, closing, suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 from msgspec.structs import replace
-from python_multipart.exceptions import FormParserError
-from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.callers import caller_of, client_of, peer_of, with_deadline
-from gateway.contexts.extraction import UploadedFile, extract_files
+from gateway.contexts.extraction import extract_files
+from gateway.contexts.received_files import UTF8, ReceivedFile, ReceivedFiles, encoding_of, receive_form
 from gateway.contexts.resources import context_problem
 from gateway.contexts.upload_events import NAMES, EventBuffer, UploadEvents
 from gateway.contexts.upload_slots import UploadSlot, UploadSlots
@@ -28,22 +26,16 @@ from longleaf.client.files import files_of as offsets_of
 from longleaf.client.proxy_client import ProxyClient
 from longleaf.documents.collection import Collection, Part
 from longleaf.documents.errors import NotText, Unreadable
-from longleaf.documents.kinds import HEAD_BYTES, MEDIA_TYPES, WITH_PACKAGES, check_declared, kind_of
-from longleaf.documents.text_files import check_encoding
+from longleaf.documents.kinds import MEDIA_TYPES, WITH_PACKAGES, check_declared, kind_of
 from longleaf.errors import InvalidArgument, LongleafError, StartError
 from longleaf.extras import require_extra
-from longleaf.formatting import printable
 from longleaf.types import IngestHeader, IngestProgress
 
 IDLE_SECONDS = 110.0
 """Timeout for the next part of a body."""
 BODY_SECONDS = 1200.0
 """Timeout for a whole body."""
-MAX_FILES = 256
-"""Files of a form."""
-MAX_FIELDS = 16
 FORM = "multipart/form-data"
-UTF8 = frozenset(("", "utf-8", "utf8", "us-ascii", "ascii"))
 MAX_REPORTED = 100
 """Files that the events name as left out."""
 log = logging.getLogger("gateway")
@@ -78,18 +70,21 @@ async def upload_files(
     slots: UploadSlots = request.app.state.upload_slots
     client = client_of(request)
     header = replace(header, total_bytes=None, files=())
-    if charset not in UTF8:
-        charset = _encoding(charset)
+    encoding = encoding_of(charset)
     await _check_admission(client, header)  # before a slot is occupied, because it may refuse the credential
     with ExitStack() as stack:
         slot = stack.enter_context(slots.slot(caller_of(request), peer_of(request)))
-        is_form = media_type == FORM
         try:
-            files = await (
-                _form(request, slot, stack) if is_form else _body(request, slot, stack, media_type, charset, options)
-            )
+            files = stack.enter_context(closing(ReceivedFiles()))
+            body = _limited(request, slot)
+            if media_type == FORM:
+                await receive_form(request.headers["content-type"], body, files, slots.parsing)
+            else:
+                await _receive_file(body, files, media_type, encoding, options)
+            if not len(files):
+                raise HttpProblem(400, "body: the form has no file", param="body", code="invalid_value")
             for each in files:
-                await asyncio.to_thread(_check_kind, each, len(files) == 1, options.plain_text)
+                await asyncio.to_thread(_check_kind, files, each, options.plain_text)
         except OSError as error:
             log.error("uploads cannot be stored in %s: %s", tempfile.gettempdir(), error.strerror)
             raise unavailable("the gateway cannot store the files: try again later") from None
@@ -125,7 +120,7 @@ class FileEvents:
         """Comment text while there are no events."""
         return "extracting" if self._ingesting is None else self._ingesting.waiting()
 
-    async def events(self, files: list[UploadedFile]) -> AsyncGenerator[bytes, None]:
+    async def events(self, files: ReceivedFiles) -> AsyncGenerator[bytes, None]:
         """All events. A client that does not read them delays neither the extraction nor the ingest."""
         buffer = EventBuffer()
         buffer.put(event({"phase": "extracting", **NOTHING}))
@@ -141,7 +136,7 @@ class FileEvents:
             if not work.cancelled():
                 work.exception()  # otherwise asyncio logs it
 
-    async def _run(self, files: list[UploadedFile], buffer: EventBuffer) -> None:
+    async def _run(self, files: ReceivedFiles, buffer: EventBuffer) -> None:
         found = Collection()
         try:
             steps = extract_files(files, self._slot, as_text=self._options.plain_text, found=found)
@@ -219,48 +214,16 @@ class _NoPieces:
         """Does nothing."""
 
 
-async def _body(
-    request: Request, slot: UploadSlot, stack: ExitStack, media_type: str, charset: str, options: FileOptions
-) -> list[UploadedFile]:
-    """The body as one file, on disk."""
-    temporary = tempfile.TemporaryFile()  # noqa: SIM115, `stack` closes it
-    file = cast(BinaryIO, stack.enter_context(temporary))
-    num_bytes = 0
-    async for part in _limited(request, slot):
-        num_bytes += len(part)
-        await asyncio.to_thread(file.write, part)
-    if not num_bytes:
+async def _receive_file(
+    body: AsyncIterator[bytes], files: ReceivedFiles, media_type: str, encoding: str, options: FileOptions
+) -> None:
+    """Writes the body, which is one file, to disk."""
+    async for part in body:
+        await files.write(part)
+    if not files.num_bytes:
         raise HttpProblem(400, "body: the document is empty", param="body", code="invalid_value")
-    await asyncio.to_thread(file.flush)
     declared = media_type if media_type in MEDIA_TYPES else ""
-    encoding = "" if charset in UTF8 else charset
-    return [UploadedFile(options.filename or "document", file, declared, encoding)]
-
-
-async def _form(request: Request, slot: UploadSlot, stack: ExitStack) -> list[UploadedFile]:
-    """The files of a form, on disk. Fields without a file are ignored."""
-    parser = MultiPartParser(
-        request.headers, _limited(request, slot), max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=1 << 16
-    )
-    try:
-        form = await parser.parse()
-    except (MultiPartException, FormParserError) as error:
-        message = getattr(error, "message", str(error))
-        raise HttpProblem(400, f"body: is not a valid form: {message}", param="body", code="invalid_value") from None
-    files = list[UploadedFile]()
-    for _, part in form.multi_items():
-        if isinstance(part, UploadFile):
-            stack.callback(part.file.close)
-            part.file.fileno()  # small files are in memory until then, and the process needs a descriptor
-            part.file.flush()
-            declared, _, rest = (part.content_type or "").partition(";")
-            charset = rest.partition("charset=")[2].strip(' "').lower()
-            name = printable(part.filename or "file")[:512]
-            encoding = "" if charset in UTF8 else _encoding(charset)
-            files.append(UploadedFile(name, part.file, declared.strip().lower(), encoding))
-    if not files:
-        raise HttpProblem(400, "body: the form has no file", param="body", code="invalid_value")
-    return files
+    files.add(ReceivedFile(options.filename or "document", 0, files.num_bytes, declared, encoding))
 
 
 async def _limited(request: Request, slot: UploadSlot) -> AsyncGenerator[bytes, None]:
@@ -285,13 +248,11 @@ async def _limited(request: Request, slot: UploadSlot) -> AsyncGenerator[bytes, 
         yield part
 
 
-def _check_kind(each: UploadedFile, is_single: bool, plain_text: bool) -> None:
+def _check_kind(files: ReceivedFiles, each: ReceivedFile, plain_text: bool) -> None:
     """Raises HttpProblem if the only file is of a kind that is not read, or if its reader is not installed. Of several
     files, such ones are left out later."""
-    each.file.seek(0)
-    head = each.file.read(HEAD_BYTES)
     try:
-        kind = kind_of(each.name, head, as_text=plain_text)
+        kind = kind_of(each.name, files.head(each), as_text=plain_text)
         if (declared := MEDIA_TYPES.get(each.declared)) is not None:
             check_declared(declared, kind)
             kind = declared if kind == "text" else kind
@@ -300,14 +261,7 @@ def _check_kind(each: UploadedFile, is_single: bool, plain_text: bool) -> None:
     except NotText:
         return  # the extraction decides: the charset may have zero bytes
     except Unreadable as error:
-        if is_single:
+        if len(files) == 1:
             raise HttpProblem(415, f"{each.name} {error}", param="body", code="unsupported_file") from None
     except StartError as error:
         raise HttpProblem(415, str(error), param="body", code="unsupported_file") from None
-
-
-def _encoding(charset: str) -> str:
-    try:
-        return check_encoding(charset, "charset")
-    except InvalidArgument as error:
-        raise HttpProblem(415, f"charset: {error.description}", param="content-type") from None

@@ -5,7 +5,6 @@ import math
 from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
-from email.message import Message
 from typing import Any, cast
 
 from msgspec.structs import replace
@@ -15,6 +14,7 @@ from starlette.types import Receive
 
 from gateway.callers import client_of, peer_of, with_deadline
 from gateway.contexts.file_upload import FORM, FileOptions, is_file_upload, upload_files
+from gateway.contexts.received_files import content_type
 from gateway.contexts.resources import check_new, context_from_path, context_problem
 from gateway.contexts.upload_events import UploadEvents
 from gateway.errors import HttpProblem
@@ -140,7 +140,7 @@ async def upload(request: Request) -> Response:
     client, offset = client_of(request), _number(request, "upload-offset") or 0
     header, options = _header(request, offset), _file_options(request)
     model = await model_name(request, client)
-    kind, charset = _content_type(request)
+    kind, charset = content_type(request.headers.get("content-type", ""))
     if is_file_upload(kind, charset, options.plain_text):
         if offset:
             raise HttpProblem(400, "Upload-Offset: only UTF-8 text may be sent in slices", param="Upload-Offset")
@@ -190,14 +190,6 @@ async def upload_state(request: Request) -> Response:
     return Response(headers=headers)
 
 
-def _content_type(request: Request) -> tuple[str, str]:
-    """Media type and charset of the request, in lower case; empty if there is none."""
-    kind = Message()
-    kind["content-type"] = request.headers.get("content-type", "")
-    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return declared, str(kind.get_param("charset", "")).lower()
-
-
 def _file_options(request: Request) -> FileOptions:
     """Raises HttpProblem."""
     given = dict(request.query_params)
@@ -211,7 +203,7 @@ def _file_options(request: Request) -> FileOptions:
 def _header(request: Request, offset: int) -> IngestHeader:
     """The ingest header from the request's parameters; the body starts at `offset` of the document. Raises
     HttpProblem."""
-    kind, _ = _content_type(request)
+    kind, _ = content_type(request.headers.get("content-type", ""))
     is_other = kind.endswith("json") or (kind.startswith("multipart/") and kind != FORM)
     if request.method == "POST" and is_other and kind not in MEDIA_TYPES:
         raise HttpProblem(415, "the body must be the document itself, such as text/plain")

@@ -4,7 +4,7 @@ import asyncio
 import json
 import tempfile
 from contextlib import AsyncExitStack, ExitStack, aclosing
-from typing import Any, BinaryIO, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
@@ -14,8 +14,8 @@ from starlette.types import Message
 
 from gateway.callers import caller_of
 from gateway.contexts import extraction, file_upload
-from gateway.contexts.extraction import UploadedFile
 from gateway.contexts.file_upload import FileEvents, FileOptions
+from gateway.contexts.received_files import ReceivedFile, ReceivedFiles
 from gateway.contexts.upload_slots import UploadSlots
 from gateway.errors import HttpProblem
 from gateway.server import client_for
@@ -23,6 +23,7 @@ from longleaf.documents.extraction_process import ExtractedFile, FileSection
 from longleaf.service_settings import GatewayConfig
 from longleaf.types import IngestHeader
 from tests.support import document_samples as samples
+from tests.support.full_disk import full_file
 from tests.support.service import Served, byte_tokenizer
 
 PDF = {"content-type": "application/pdf"}
@@ -110,7 +111,7 @@ async def test_html_is_extracted_unless_it_is_plain_text(service: Served, url: s
         ("application/pdf", b"", "", 400, "body: the document is empty"),
         ("text/plain", samples.pdf(["x"]) + b"\xff", "", 400, "body: is a PDF: send it as application/pdf"),
         ("text/plain; charset=klingon", b"x", "", 415, "charset: 'klingon' is not a known charset"),
-        ("multipart/form-data", b"x", "", 400, "body: is not a valid form: Missing boundary"),
+        ("multipart/form-data", b"x", "", 400, "body: is not a valid form: Content-Type has no boundary"),
         ("multipart/form-data; boundary=b", b"--b--\r\n", "", 400, "body: the form has no file"),
         ("application/pdf", samples.pdf(["x"]), "?file_headers=x", 400, "file_headers: must be true or false"),
     ],
@@ -187,7 +188,7 @@ async def test_number_of_files_of_a_form_is_limited(service: Served, url: str) -
     async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         answer = await client.post("/v1/contexts/a", files=files)
     assert answer.status_code == 400
-    assert "Maximum number of files is 256" in answer.json()["error"]["message"]
+    assert "has more than 256 files" in answer.json()["error"]["message"]
     assert not service.engine.contexts
 
 
@@ -234,20 +235,21 @@ async def test_idle_bodies_delay_no_other_caller(service: Served, url: str) -> N
             "/v1/contexts/b", content=b"x", headers={**PDF, "authorization": "Bearer credential-0"}
         )
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "gateway_busy"
 
 
 async def test_client_that_does_not_read_its_events_frees_its_slot(service: Served) -> None:
     """The extraction and the ingest end, and the last event is kept."""
     released = asyncio.Event()
-    file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115, the extraction closes it
-    file.write(samples.pdf(["One", "Two"]))
-    file.flush()
+    files, content = ReceivedFiles(), samples.pdf(["One", "Two"])
+    await files.write(content)
+    files.add(ReceivedFile("a.pdf", 0, len(content)))
     with UploadSlots().slot("a", "a") as slot:
         resources = ExitStack()
         resources.callback(released.set)
         async with client_for(GatewayConfig(server=service.address)) as client:
             reporting = FileEvents(client, IngestHeader(context="a"), "m", FileOptions(), slot, resources)
-            async with aclosing(reporting.events([UploadedFile("a.pdf", file)])) as events:
+            async with aclosing(reporting.events(files)) as events:
                 await anext(events)
                 async with asyncio.timeout(60):
                     await released.wait()
@@ -255,14 +257,11 @@ async def test_client_that_does_not_read_its_events_frees_its_slot(service: Serv
     assert [each["phase"] for each in left][-1] == "ready"
 
 
-@pytest.mark.parametrize("content", [b"%PDF-1.7", b"x" * 2_000_000])
+@pytest.mark.parametrize("content", [b"%PDF-1.7", b"x" * 1000, b"x" * 2_000_000])
 async def test_full_disk_is_503(service: Served, url: str, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    def full(*_: object, **__: object) -> BinaryIO:
-        return cast(BinaryIO, open("/dev/full", "r+b", buffering=0))
-
     async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         with monkeypatch.context() as patch:
-            patch.setattr(tempfile, "TemporaryFile", full)
+            patch.setattr(tempfile, "TemporaryFile", full_file)
             sent = (
                 {"files": {"file": ("a.txt", content)}} if len(content) > 100 else {"content": content, "headers": PDF}
             )
