@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,7 +98,7 @@ class QuantizedMatrix:
         """The matrix of these outputs."""
         places = torch.cat([torch.arange(start, end) for start, end in ranges])
         found = self.scale_rows[places]
-        used = torch.from_numpy(np.unique(found.numpy()))
+        used = torch.tensor(sorted(set(found.tolist())), dtype=torch.int32)
         rows = torch.searchsorted(used, found)
         return replace(
             self,

@@ -292,10 +292,16 @@ def read_share(
             info = type(module)._finalize_model_loading(module, config, info)
         for name in late:
             _replace_parameter(module, name, take(module.get_parameter(name), cuts[name], share))
+        checked = set[tuple[object, ...]]()
         for name, tensor in remaining.items():
             assert kernel is not None
             bias: Any = module.get_submodule(_owner(name)).bias
-            _replace_module(module, name, QuantizedLinear(tensor.matrix(), bias, dtype, kernel))
+            matrix = tensor.matrix()
+            kind = matrix.kind, matrix.shape, matrix.group, matrix.scales.dtype, matrix.zeros is None
+            if kind not in checked:
+                kernel.check(matrix)
+                checked.add(kind)
+            _replace_module(module, name, QuantizedLinear(matrix, bias, dtype, kernel))
     return LoadedShare(tuple(info.missing_keys), tuple(info.mismatched_keys), reader.num_bytes)
 
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longleaf import c_extension
-from longleaf.kernels.cpu.linear import FLAGS, MIN_WEIGHTS
+from longleaf.errors import StartError
+from longleaf.kernels.cpu.linear import FLAGS, MIN_WEIGHTS, TOLERANCE
 from longleaf.kernels.quantized_matrix import QuantizedMatrix
 
 SOURCE = Path(__file__).with_name("quantized_linear.c")
@@ -23,6 +24,8 @@ SCALE_KINDS = {
 """Types of numbers and of scales, as numbered in quantized_linear.c."""
 MAX_ROWS = 8
 """Rows up to which the product is compiled. For more, dequantized weights are multiplied by torch."""
+CHECKED_OUTPUTS = 65
+"""Outputs of a matrix that a check compares: an odd number, because most products compute two at once."""
 TILE_BYTES = 1 << 20
 """Size of the dequantized weights that are multiplied at once: they should remain in the cache."""
 
@@ -63,6 +66,19 @@ class NativeQuantizedLinear:
     def bind(self, matrix: QuantizedMatrix) -> "BoundMatrix":
         """The product with a matrix in CPU memory, whose tensors are contiguous."""
         return BoundMatrix(self, matrix)
+
+    def check(self, matrix: QuantizedMatrix) -> None:
+        """Raises StartError if products with a matrix differ from torch's by more than the order of sums."""
+        some = matrix.outputs([(0, min(CHECKED_OUTPUTS, matrix.num_outputs))])
+        weights_OI, product = some.dequantize(), self.bind(some)
+        x_RI = torch.randn(MAX_ROWS, matrix.num_inputs, generator=torch.Generator().manual_seed(0))
+        expected = functional.linear(x_RI, weights_OI)
+        bound = TOLERANCE[torch.float32] * functional.linear(x_RI.abs(), weights_OI.abs())
+        for num_rows in range(1, MAX_ROWS + 1):
+            found = product(x_RI[:num_rows], None)
+            if not ((found - expected[:num_rows]).abs() <= bound[:num_rows]).all():
+                shape = f"{matrix.num_outputs} x {matrix.num_inputs}"
+                raise StartError(f"kernels: compiled is wrong on cpu: {num_rows} rows times {matrix.kind} of {shape}")
 
     def run(self, address: int, x_RI: Tensor, bias_O: Tensor | None, y_RO: Tensor) -> None:
         """Writes x w^T + bias. All tensors are contiguous and of float32."""

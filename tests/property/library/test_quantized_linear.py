@@ -5,7 +5,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longleaf.kernels.cpu.quantized_linear import MAX_ROWS, NativeQuantizedLinear, QuantizedLinear
+from longleaf import c_extension
+from longleaf.errors import StartError
+from longleaf.kernels.cpu.linear import FLAGS
+from longleaf.kernels.cpu.quantized_linear import MAX_ROWS, SOURCE, NativeQuantizedLinear, QuantizedLinear
 from longleaf.kernels.quantized_matrix import NumberKind, QuantizedMatrix, join_inputs, join_outputs, pack, unpack
 
 BOUND = 1e-6
@@ -98,6 +101,22 @@ def test_a_layer_computes_any_number_of_rows(
     assert found.dtype == dtype and found.shape == expected.shape
     assert ((found - expected).abs() <= bound * terms).all()
     assert torch.equal(layer.weight, weights.to(dtype))
+
+
+class Wrong(NativeQuantizedLinear):
+    """A product that loses the last row."""
+
+    def run(self, address: int, x_RI: Tensor, bias_O: Tensor | None, y_RO: Tensor) -> None:
+        super().run(address, x_RI, bias_O, y_RO)
+        y_RO[-1] = 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_wrong_product_ends_the_start(case: Case, kernel: NativeQuantizedLinear) -> None:
+    matrix = matrix_of(case)
+    kernel.check(matrix)
+    with pytest.raises(StartError, match=r"^kernels: compiled is wrong on cpu: 1 rows times "):
+        Wrong(c_extension.load(SOURCE, FLAGS)).check(matrix)
 
 
 @pytest.mark.parametrize("num_inputs", [32, 96, 128, 160, 576])
