@@ -98,7 +98,8 @@ class QuantizedMatrix:
         """The matrix of these outputs."""
         places = torch.cat([torch.arange(start, end) for start, end in ranges])
         found = self.scale_rows[places]
-        used = torch.tensor(sorted(set(found.tolist())), dtype=torch.int32)
+        numbers: list[int] = found.tolist()  # pyright: ignore[reportUnknownMemberType]
+        used = torch.tensor(sorted(set(numbers)), dtype=torch.int32)
         rows = torch.searchsorted(used, found)
         return replace(
             self,
