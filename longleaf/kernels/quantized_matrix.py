@@ -98,8 +98,7 @@ class QuantizedMatrix:
         """The matrix of these outputs."""
         places = torch.cat([torch.arange(start, end) for start, end in ranges])
         found = self.scale_rows[places]
-        numbers: list[int] = found.tolist()  # pyright: ignore[reportUnknownMemberType]
-        used = torch.tensor(sorted(set(numbers)), dtype=torch.int32)
+        used = found.new_tensor(sorted({int(row) for row in found}))
         rows = torch.searchsorted(used, found)
         return replace(
             self,
