@@ -44,6 +44,7 @@ from longleaf.rank_protocol.group_messages import Ready
 from longleaf.resources import allow_files, num_processors
 from longleaf.sampling import GREEDY
 from longleaf.service_settings import ServiceConfig
+from longleaf.topology import describe_lost
 from longleaf.types import Cluster, Draining, ModelInfo
 from longleaf.weights_choice import with_chosen_weights
 
@@ -417,8 +418,7 @@ def describe_weights(most_bytes: int, num_spare: int) -> str:
     note = f"weights: at most {human_bytes(most_bytes)} on each rank"
     if not num_spare:
         return f"{note}; if a rank is lost, answers wait until a replacement has read its weights (see --spare-ranks)"
-    room = "a lost rank" if num_spare == 1 else f"{num_spare:,} lost ranks"
-    return f"{note}, and room for those of {room}: the other ranks read them and continue at once"
+    return f"{note}, and room for those of {describe_lost(num_spare)}: the other ranks read them and continue at once"
 
 
 def idle_processors(world_size: int, num_threads: int, devices: Sequence[str], num_here: int) -> tuple[str, ...]:

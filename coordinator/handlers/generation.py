@@ -270,7 +270,10 @@ class Generation:
             scaling = self._engine.scaling_note(request.context, len(token_ids), max_tokens, is_whole=is_whole)
         reasons = (self._engine.exactness_note, HIDDEN if request.hidden else "", scaling)
         note = "; ".join(filter(None, reasons))
-        return ResponseAssembler(request_id, request, alphabet, ends, self._clock, note, tracing, before)
+        dequantization = self._engine.dequantization
+        return ResponseAssembler(
+            request_id, request, alphabet, ends, self._clock, note, tracing, before, dequantization
+        )
 
 
 def _is_whole(request: Generate) -> bool:

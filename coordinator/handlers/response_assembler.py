@@ -46,13 +46,16 @@ class ResponseAssembler:
         exactness_note: str,
         tracing: AttributionTracer | None = None,
         before: Sequence[int] = (),
+        dequantization: str = "",
     ) -> None:
         """`before` are the prompt ids that the text of the answer continues, from `detokenizer.ids_before`. If logprobs
         include the bytes of tokens, the alphabet must support `spell`. The request, whose text may be large, is not
-        kept. `exactness_note` is the reason for which the answer is not exact; empty if it is."""
+        kept. `exactness_note` is the reason for which the answer is not exact; empty if it is. `dequantization`
+        describes quantized weights."""
         sampling = request.sampling
         self._request_id = request_id
         self._exactness_note = exactness_note
+        self._dequantization = dequantization
         self._times = RequestTimes(clock)
         ends = frozenset(sampling.stop_tokens) | (frozenset[int]() if sampling.ignore_end_token else end_tokens)
         spell = alphabet.spell if request.with_token_bytes else None
@@ -63,6 +66,7 @@ class ResponseAssembler:
                 ends,
                 self._times,
                 exactness_note,
+                dequantization,
                 TokenByteDecoder(spell, alphabet.silent, ends, is_continued=bool(before)) if spell else None,
                 tracing,
             )
@@ -96,6 +100,7 @@ class ResponseAssembler:
                         is_beyond_trained=event.is_beyond_trained,
                         is_exact=not self._exactness_note,
                         exactness_note=self._exactness_note,
+                        dequantization=self._dequantization,
                     )
                 ]
             case Progress() | Recovering():
@@ -118,6 +123,7 @@ class SampleAssembler:
         end_tokens: frozenset[int],
         times: RequestTimes,
         exactness_note: str,
+        dequantization: str,
         byte_decoder: TokenByteDecoder | None,
         tracing: AttributionTracer | None,
     ) -> None:
@@ -129,6 +135,7 @@ class SampleAssembler:
         self._end_tokens = end_tokens
         self._times = times
         self._exactness_note = exactness_note
+        self._dequantization = dequantization
         self._byte_decoder = byte_decoder
         self._first_token_at: float | None = None
         self._num_tokens = self._num_drafted = self._num_accepted = 0
@@ -190,8 +197,17 @@ class SampleAssembler:
         return self._finished("stop", self._text.matched_stop, usage, timings)
 
     def _finished(self, reason: FinishReason, matched_stop: str, usage: Usage, timings: Timings) -> Finished:
-        note = self._exactness_note
-        return Finished(reason, matched_stop, usage, timings, self._index, not note, exactness_note=note)
+        note, dequantization = self._exactness_note, self._dequantization
+        return Finished(
+            reason,
+            matched_stop,
+            usage,
+            timings,
+            self._index,
+            not note,
+            exactness_note=note,
+            dequantization=dequantization,
+        )
 
     def _usage_of(self, num_prompt: int, num_cached: int, num_generated: int) -> Usage:
         return Usage(num_prompt, num_cached, num_generated, self._num_drafted, self._num_accepted)

@@ -16,7 +16,7 @@ from longleaf.kernels.quantized_matrix import QuantizedMatrix
 from longleaf.shares import NUM_PARTS
 from workers.model.sharded_layers import RowExchange, ShardedEmbedding, ShardedExperts
 from workers.model.stored_weights import select_matrix
-from workers.model.weight_shares import Cut, Range, Share, select
+from workers.model.weight_shares import Cut, Range, Share, growth_bytes, select
 
 Values = Tensor | QuantizedMatrix
 """The values of a parameter, with the dims of the checkpoint."""
@@ -140,12 +140,9 @@ class LocalWeights:
         return sum(ties[0][1].num_bytes for ties in self._tied.values())
 
     def room(self, num_parts: int) -> int:
-        """Bytes that are needed to hold so many parts, beside those that are held: while a parameter is replaced, there
-        are two of it.
-        """
-        sizes = [ties[0][1].num_bytes / len(self.share.parts) for ties in self._tied.values()]
-        num_more = max(0, num_parts - len(self.share.parts))
-        return int(num_more * sum(sizes) + num_parts * max(sizes, default=0)) if num_more else 0
+        """Bytes that are needed to hold so many parts, beside those that are held."""
+        sizes = [ties[0][1].num_bytes for ties in self._tied.values()]
+        return growth_bytes(sizes, len(self.share.parts), num_parts)
 
     @torch.no_grad()
     def hold(self, parts: Sequence[int]) -> int:

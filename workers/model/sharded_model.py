@@ -81,10 +81,12 @@ def load_share(folder: str, dtype: DtypeName, device: str, share: Share, *, keep
     local_bytes = weight_bytes(module)
     numbers = f"{human_bytes(local_bytes)} in {describe_share(share)}, {human_bytes(loaded.num_bytes)} read"
     log.info("weights: sharded, %s", numbers)
-    model, places = _assemble(found, device, share)
+    parts: dict[str, Any] = dict(module.named_modules())
+    model, layers = assemble(module, found.known, found.plan, device, share)
     assert model.exchange is not None
     read = partial(_read_parts, folder, config, dtype, device, found, quantization, kernel)
-    return ShardedModel(model, found.plan, loaded.num_bytes, LocalWeights(places, model.exchange, read))
+    weights = LocalWeights(_places(found, parts, layers), model.exchange, read)
+    return ShardedModel(replace(model, layouts=loaded.layouts), found.plan, loaded.num_bytes, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,18 +168,27 @@ def _shift_padding(embedding: Any, share: Share) -> None:
         offset += end - start
 
 
-def _assemble(found: _Attempt, device: str, share: Share) -> tuple[Model, dict[str, LocalPlace]]:
-    """The model that computes with the ranks of the other shares, and the places of its divided parameters."""
-    module, known = found.module, found.known.model
+def assemble(
+    module: PreTrainedModel, known: Outline, plan: WeightPlan, device: str, share: Share
+) -> tuple[Model, dict[nn.Module, nn.Module]]:
+    """The model that computes with the ranks of the other shares, and the sharded layers that replace its modules.
+    `module` has the weights of the share; `known` and `plan` are those of the same config.
+    """
     module.eval().requires_grad_(False)
     module.to(torch.device(device))  # pyright: ignore[reportArgumentType]
     parts: dict[str, Any] = dict(module.named_modules())
-    latent.absorb_as(module, known.module)
+    latent.absorb_as(module, known.model.module)
     ropes, rotary = replace_rotary(models.decoder_of(module), module.config.get_text_config())
     exchange = RowExchange(share)
-    layers = sharded_layers(parts, found.plan, exchange, found.shapes)
+    shapes = {name: tuple(parameter.shape) for name, parameter in known.parameters.items()}
+    layers = sharded_layers(parts, plan, exchange, shapes)
     replace_modules(module, layers)
-    model = replace(known, module=module, device=device, ropes=ropes, rotary=rotary, exchange=exchange)
+    model = replace(known.model, module=module, device=device, ropes=ropes, rotary=rotary, exchange=exchange)
+    return model, layers
+
+
+def _places(found: _Attempt, parts: dict[str, Any], layers: dict[nn.Module, nn.Module]) -> dict[str, LocalPlace]:
+    """The places of the divided parameters in the layers that replace `parts`."""
     places = dict[str, LocalPlace]()
     for name, cut in found.plan.cuts.items():
         owner, _, leaf = name.rpartition(".")
@@ -189,7 +200,7 @@ def _assemble(found: _Attempt, device: str, share: Share) -> tuple[Model, dict[s
         else:
             place = LocalParameter(layers[parts[owner]], leaf, cut, size, is_transposed)
         places[name] = place
-    return model, places
+    return places
 
 
 @torch.no_grad()
@@ -203,9 +214,8 @@ def sharded_layers(
     for names in plan.groups:
         group = OutputGroup(exchange)
         for name in names:
-            cut = plan.cuts[f"{name}.weight"]
-            num_outputs = shapes[f"{name}.weight"][cut.dim]
-            found[parts[name]] = ShardedLinear(_local(parts[name]), num_outputs, group)
+            part = parts[name]
+            found[part] = ShardedLinear(_local(part), _num_outputs(part, shapes.get(f"{name}.weight")), group)
     for pair in plan.pairs:
         rows, output = PairRows(exchange), parts[pair.output]
         found |= {parts[name]: ShardedPairInput(_local(parts[name]), rows) for name in pair.inputs}
@@ -225,6 +235,14 @@ def _local(layer: Any) -> nn.Module:
     if isinstance(layer, Conv1D):
         return _linear(nn.Parameter(layer.weight.T.contiguous(), requires_grad=False), layer.bias)
     return _linear(layer.weight, layer.bias)
+
+
+def _num_outputs(layer: Any, shape: tuple[int, ...] | None) -> int:
+    """The number of all outputs. `shape`: that of the whole weight, unless it is tied to another one."""
+    if isinstance(layer, QuantizedLinear):  # which has those of the share
+        assert shape is not None
+        return shape[0]
+    return layer.nf if isinstance(layer, Conv1D) else layer.out_features
 
 
 def _without_bias(layer: Any) -> nn.Module:

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -113,17 +114,20 @@ def align_pairs(plan: WeightPlan, units: Mapping[str, int], shapes: Mapping[str,
     return replace(plan, cuts=cuts)
 
 
-def share_bytes(outline: Outline, plan: WeightPlan, share: Share, sizes: Mapping[str, float] | None = None) -> int:
-    """Bytes of the parameters that a rank holds. `sizes`: bytes per number of parameters that remain quantized."""
-    known = sizes or {}
-    shapes = {
-        name: plan.cuts[name].shape(tuple(parameter.shape), share) if name in plan.cuts else tuple(parameter.shape)
-        for name, parameter in outline.parameters.items()
-    }
-    return sum(
-        round(torch.Size(shape).numel() * known.get(name, outline.parameters[name].itemsize))
-        for name, shape in shapes.items()
-    )
+def share_bytes(outline: Outline, plan: WeightPlan, share: Share, stored: Mapping[str, float] | None = None) -> int:
+    """Bytes of the parameters that a rank holds. `stored`: bytes per number of parameters that remain quantized."""
+    others = {name: one for name, one in outline.parameters.items() if name not in plan.cuts}
+    everywhere = (round(one.numel() * (stored or {}).get(name, one.itemsize)) for name, one in others.items())
+    return sum(everywhere) + sum(divided_bytes(outline, plan, share, stored))
+
+
+def divided_bytes(
+    outline: Outline, plan: WeightPlan, share: Share, stored: Mapping[str, float] | None = None
+) -> list[int]:
+    """Bytes of a rank's share of each divided parameter; tied parameters once. `stored` as above."""
+    divided = {name: one for name, one in outline.parameters.items() if name in plan.cuts}
+    counts = {name: prod(plan.cuts[name].shape(tuple(one.shape), share)) for name, one in divided.items()}
+    return [round(counts[name] * (stored or {}).get(name, one.itemsize)) for name, one in divided.items()]
 
 
 @dataclass(frozen=True, slots=True)
