@@ -79,7 +79,7 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         bytes_per_token = kv_bytes_per_token(model.layers, model.dtype, config)
         note = verify(model, config) if has_weights else UNKNOWN
         config.check()
-    except (InvalidArgument, ModelRefused, StartError) as error:  # also the limits of sharded weights
+    except (InvalidArgument, ModelRefused, StartError) as error:  # such as limits of sharded weights
         return AttentionReport(reason=str(error))
     size, other = (stored, whole) if is_stored else (whole, stored)
     if config.kv_bytes:
