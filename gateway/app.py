@@ -20,6 +20,7 @@ from gateway.errors import HttpProblem, problem_of
 from gateway.guards import OriginGuardMiddleware
 from gateway.models import ModelNameCache
 from gateway.openai import chat, completions, models
+from gateway.openai.answers import WARNING
 from longleaf.client.proxy_client import ProxyClient
 from longleaf.errors import LongleafError
 from longleaf.service_settings import GatewayConfig
@@ -33,6 +34,7 @@ ROUTES = (
     ("/v1/models/{id:path}", "GET", models.get_model),
     ("/v1/chat/completions", "POST", chat.chat),
     ("/v1/completions", "POST", completions.completions),
+    ("/v1/embeddings", "POST", models.embeddings),
     ("/v1/contexts", "GET", resources.list_contexts),
     ("/v1/contexts/{id}", "HEAD", upload.upload_state),
     ("/v1/contexts/{id}", "GET", resources.get_context),
@@ -44,7 +46,7 @@ ROUTES = (
     ("/v1/cluster", "GET", cluster.cluster),
 )
 METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE")
-EXPOSED_HEADERS = ("retry-after", "x-should-retry", "upload-offset", "upload-complete")
+EXPOSED_HEADERS = ("retry-after", "x-should-retry", "upload-offset", "upload-complete", WARNING)
 """Response headers that pages of allowed origins may read, besides the content type and length."""
 PREFLIGHT_SECONDS = 600
 """How long a browser may cache the answer to a preflight request."""

@@ -22,6 +22,8 @@ LEAST_LOGPROB = -9999.0
 """Replaces a logprob of -inf, which JSON cannot represent and which OpenAI's types do not allow to be null. vLLM sends
 the same value."""
 REASONS = {"end_token": "stop", "stop": "stop", "stop_token": "stop", "length": "length"}
+WARNING = "longleaf-warning"
+"""Response header that lists ignored fields."""
 Names = dict[str, str]
 
 
@@ -96,12 +98,15 @@ class PendingCompletion(NamedTuple):
     is_streamed: bool
     names: Names
     """HTTP names of the service's fields, and of `context`."""
+    ignored: list[str]
+    """Names of fields of the request that are ignored."""
 
 
 async def answer(request: Request, asking: PendingCompletion, share: MemoryLease) -> Response:
     """The answer, streamed or whole. Errors before its first byte become the status. `share` is released at the first
     event, because the prompt is not needed after that. Raises HttpProblem."""
-    events, formatter, sources, is_streamed, names = asking
+    events, formatter, sources, is_streamed, names, ignored = asking
+    headers = {WARNING: f"ignored: {', '.join(ignored)}"} if ignored else {}
     try:
         try:
             first = await cancel_on_disconnect(request, anext(events))
@@ -109,7 +114,8 @@ async def answer(request: Request, asking: PendingCompletion, share: MemoryLease
             raise Unavailable("the service ended the stream before the answer") from None
         share.release()
         if not is_streamed:
-            return json_response(await cancel_on_disconnect(request, _whole(events, formatter, sources)))
+            whole = await cancel_on_disconnect(request, _whole(events, formatter, sources))
+            return json_response(whole, headers=headers)
     except LongleafError as error:
         await events.aclose()
         raise _problem(error, names) from None
@@ -119,7 +125,8 @@ async def answer(request: Request, asking: PendingCompletion, share: MemoryLease
     waiting = WaitStatus()
     waiting.record(first)
     # EventResponse is callable like a Response, but not a subclass
-    return cast(Response, EventResponse(_stream(first, events, formatter, sources, waiting.record, names), waiting))
+    stream = _stream(first, events, formatter, sources, waiting.record, names)
+    return cast(Response, EventResponse(stream, waiting, headers=headers))
 
 
 def _problem(error: LongleafError, names: Names) -> HttpProblem:

@@ -38,7 +38,7 @@ async def _start_completion(request: Request, share: MemoryLease) -> PendingComp
     """Only the return value references the conversation."""
     client = client_of(request)
     served = await model_name(request, client)  # authenticates the caller before the body is read
-    requested, conversation = await body_of(request, share, decode_chat)
+    requested, conversation, ignored = await body_of(request, share, decode_chat)
     target = target_of(served, requested.model, requested.context)
     given = requested.max_completion_tokens if requested.max_tokens is None else requested.max_tokens
     options = with_length(requested.options(peer_of(request)), given)
@@ -51,7 +51,8 @@ async def _start_completion(request: Request, share: MemoryLease) -> PendingComp
     names = NAMES | {"context": "model" if requested.context is None else "context"}
     if requested.max_tokens is None and requested.max_completion_tokens is not None:
         names["sampling.max_token_count"] = "max_completion_tokens"
-    return PendingCompletion(events, ChatChunkFormatter(target.model, requested), sources, requested.stream, names)
+    formatter = ChatChunkFormatter(target.model, requested)
+    return PendingCompletion(events, formatter, sources, requested.stream, names, ignored)
 
 
 class ChatChunkFormatter:

@@ -47,7 +47,7 @@ async def _start_completion(request: Request, share: MemoryLease) -> PendingComp
     """Only the return value references the prompt."""
     client = client_of(request)
     served = await model_name(request, client)  # authenticates the caller before the body is read
-    requested, prompt = await body_of(request, share, decode_text)
+    requested, prompt, ignored = await body_of(request, share, decode_text)
     target = target_of(served, requested.model, requested.context)
     options = with_length(requested.options(peer_of(request)), requested.max_tokens)
     sources = source_reader(client, request, requested.sources, target.context)
@@ -57,7 +57,8 @@ async def _start_completion(request: Request, share: MemoryLease) -> PendingComp
         options |= {"use_chat_template": False}
     events = client.generate(prompt, context=target.context, **options)
     names = NAMES | {"context": "model" if requested.context is None else "context"}
-    return PendingCompletion(events, TextChunkFormatter(target.model, requested), sources, requested.stream, names)
+    formatter = TextChunkFormatter(target.model, requested)
+    return PendingCompletion(events, formatter, sources, requested.stream, names, ignored)
 
 
 class TextChunkFormatter:

@@ -12,8 +12,13 @@ from gateway.errors import HttpProblem
 from gateway.openai.sources import SourcesRequest, sources_fields
 from longleaf.types import Conversation, GenerateOptions, Message
 
-HARMLESS = frozenset("store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key".split())
-"""Accepted fields without effect."""
+HARMLESS = frozenset(
+    (
+        "store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction keep_alive "
+        "cache_prompt cache_salt chat_id session_id parallel_tool_calls"
+    ).split()
+)
+"""Fields that front ends send unasked and that change no answer. They are ignored, with a warning."""
 MEANINGLESS: Mapping[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("none",),
@@ -24,6 +29,22 @@ MEANINGLESS: Mapping[str, tuple[object, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "include_reasoning": (True,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "ignore_eos": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "typical_p": (1,),
+    "mirostat": (0,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "guided_json": ("",),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
 }
 """Fields that are accepted only with these values, which have no effect."""
 EMPTY: tuple[object, ...] = (None, [], {}, "")
@@ -120,8 +141,9 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str | None = None
 
 
-def decode_chat(raw: dict[str, Any]) -> tuple[ChatCompletionRequest, Conversation]:
-    """Raises HttpProblem that names the field. The service checks the conversation itself."""
+def decode_chat(raw: dict[str, Any]) -> tuple[ChatCompletionRequest, Conversation, list[str]]:
+    """The request, its messages, and the names of ignored fields. Raises HttpProblem that names the field. The service
+    checks the conversation itself."""
     given = cleaned(raw, ChatCompletionRequest.__struct_fields__, {"messages"})
     messages = given.pop("messages", None)
     if not isinstance(messages, list) or not messages:
@@ -134,16 +156,17 @@ def decode_chat(raw: dict[str, Any]) -> tuple[ChatCompletionRequest, Conversatio
         message = "max_completion_tokens: differs from max_tokens"
         raise HttpProblem(400, message, param="max_completion_tokens", code="invalid_value")
     check_stream(requested)
-    return requested, Conversation(tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns)))
+    conversation = Conversation(tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns)))
+    return requested, conversation, ignored_fields(raw)
 
 
-def decode_text(raw: dict[str, Any]) -> "tuple[TextCompletionRequest, str | array[int]]":
-    """The request and its prompt. Raises HttpProblem that names the field."""
+def decode_text(raw: dict[str, Any]) -> "tuple[TextCompletionRequest, str | array[int], list[str]]":
+    """The request, its prompt, and the names of ignored fields. Raises HttpProblem that names the field."""
     given = cleaned(raw, TextCompletionRequest.__struct_fields__, {"prompt"})
     prompt = _prompt(converted({name: given.pop(name) for name in given.keys() & {"prompt"}}, PromptInput).prompt)
     requested = converted(given, TextCompletionRequest)
     check_stream(requested)
-    return requested, prompt
+    return requested, prompt, ignored_fields(raw)
 
 
 def _prompt(prompt: str | list[str | int]) -> "str | array[int]":
@@ -172,10 +195,10 @@ def cleaned(raw: dict[str, Any], known: tuple[str, ...], more: set[str] | None =
     """The fields that have an effect. Raises HttpProblem naming an unknown or unsupported field."""
     found = dict[str, Any]()
     for name, value in raw.items():
-        if value is None or name in HARMLESS or value in MEANINGLESS.get(name, ()):
+        if value is None or name in HARMLESS or _integer(value) in MEANINGLESS.get(name, ()):
             continue
         if name in MEANINGLESS:
-            message = f"{name}: is not supported; omit it, because this server only generates text"
+            message = f"{name}: this value is not supported; omit the field"
             raise HttpProblem(400, message, param=name, code="unsupported_parameter")
         if name not in known and name not in (more or ()):
             raise HttpProblem(400, f"unknown parameter: {name[:100]}", param=name[:100], code="unknown_parameter")
@@ -184,6 +207,11 @@ def cleaned(raw: dict[str, Any], known: tuple[str, ...], more: set[str] | None =
         fields = sources_fields(found.pop("sources"))
         found |= {} if fields is None else {"sources": {name: _integer(value) for name, value in fields.items()}}
     return found
+
+
+def ignored_fields(raw: dict[str, Any]) -> list[str]:
+    """The names of accepted fields that are ignored."""
+    return sorted(name for name, value in raw.items() if value is not None and name in HARMLESS)
 
 
 def _integer(value: Any) -> Any:
