@@ -79,8 +79,8 @@ class TextChunkFormatter:
     def begin(self) -> list[dict[str, Any]]:
         return []
 
-    def delta(self, delta: Delta) -> dict[str, Any]:
-        return self._chunk([self._choice(delta.sample, [delta])])
+    def delta(self, delta: Delta) -> list[dict[str, Any]]:
+        return [self._chunk([self._choice(delta.sample, [delta])])]
 
     def _choice(self, sample: int, deltas: list[Delta], reason: str | None = None) -> dict[str, Any]:
         logprobs = self._logprobs(sample, deltas) if self._has_logprobs and deltas else None

@@ -10,7 +10,7 @@ from msgspec import Meta
 from gateway.bodies import converted
 from gateway.errors import HttpProblem
 from gateway.openai.sources import SourcesRequest, sources_fields
-from longleaf.types import Conversation, GenerateOptions, Message
+from longleaf.types import Conversation, GenerateOptions, Message, ToolCall
 
 HARMLESS = frozenset(
     (
@@ -52,7 +52,8 @@ EMPTY: tuple[object, ...] = (None, [], {}, "")
 fields."""
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Bias = Annotated[dict[str, float], Meta(max_length=1024)]
-Role = Literal["system", "developer", "user", "assistant"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+NO_CONSTRAINT = "is not supported: it needs constrained decoding, which this server does not have; use auto"
 MAX_STOPS = 16
 MAX_EXACT_FLOAT = 1 << 53
 """Up to this value every integer has an exact float."""
@@ -117,8 +118,25 @@ class ChatCompletionRequest(CompletionRequest, frozen=True, kw_only=True, forbid
 
     max_completion_tokens: Count | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+    def chat_options(self) -> GenerateOptions:
+        """The client's options for the chat template, and for tools."""
+        tools = self.tools if self.tool_choice != "none" else []
+        options: GenerateOptions = {
+            "tools": tools,
+            "parse_answer": True,
+            "single_tool_call": bool(tools) and not self.parallel_tool_calls,
+        }
+        variables = self.chat_template_kwargs or {}
+        if self.reasoning_effort is not None:
+            variables = variables | {"reasoning_effort": self.reasoning_effort}
+        return options | {"chat_template_kwargs": variables} if variables else options
 
 
 class TextCompletionRequest(CompletionRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -133,12 +151,32 @@ class PromptInput(msgspec.Struct, frozen=True):
     prompt: str | list[str | int]
 
 
+class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The function of a call, and its arguments as JSON."""
+
+    name: str
+    arguments: str = ""
+
+
+class MessageCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool call of an earlier answer."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int = 0
+
+
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One message."""
 
     role: Role
-    content: str | list[dict[str, Any]]
+    content: str | list[dict[str, Any]] | None = None
     name: str | None = None
+    reasoning_content: str = ""
+    reasoning: str = ""
+    tool_calls: list[MessageCall] = []
+    tool_call_id: str = ""
 
 
 def decode_chat(raw: dict[str, Any]) -> tuple[ChatCompletionRequest, Conversation, list[str]]:
@@ -156,8 +194,23 @@ def decode_chat(raw: dict[str, Any]) -> tuple[ChatCompletionRequest, Conversatio
         message = "max_completion_tokens: differs from max_tokens"
         raise HttpProblem(400, message, param="max_completion_tokens", code="invalid_value")
     check_stream(requested)
+    _check_tool_choice(requested)
     conversation = Conversation(tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns)))
     return requested, conversation, ignored_fields(raw)
+
+
+def _check_tool_choice(request: ChatCompletionRequest) -> None:
+    """Raises HttpProblem unless the choice can be honoured."""
+    choice, effort = request.tool_choice, (request.chat_template_kwargs or {}).get("reasoning_effort")
+    if isinstance(choice, dict) or choice == "required":
+        wanted = choice if isinstance(choice, str) else "a named function"
+        message = f"tool_choice: {wanted} {NO_CONSTRAINT}"
+        raise HttpProblem(400, message, param="tool_choice", code="unsupported_parameter")
+    if choice not in ("auto", "none"):
+        raise HttpProblem(400, "tool_choice: must be auto or none", param="tool_choice", code="invalid_value")
+    if request.reasoning_effort is not None and effort not in (None, request.reasoning_effort):
+        message = "reasoning_effort: differs from chat_template_kwargs.reasoning_effort"
+        raise HttpProblem(400, message, param="reasoning_effort", code="invalid_value")
 
 
 def decode_text(raw: dict[str, Any]) -> "tuple[TextCompletionRequest, str | array[int], list[str]]":
@@ -195,14 +248,17 @@ def cleaned(raw: dict[str, Any], known: tuple[str, ...], more: set[str] | None =
     """The fields that have an effect. Raises HttpProblem naming an unknown or unsupported field."""
     found = dict[str, Any]()
     for name, value in raw.items():
+        if name in known and value is not None:
+            found[name] = _integer(value)
+            continue
         if value is None or name in HARMLESS or _integer(value) in MEANINGLESS.get(name, ()):
             continue
         if name in MEANINGLESS:
             message = f"{name}: this value is not supported; omit the field"
             raise HttpProblem(400, message, param=name, code="unsupported_parameter")
-        if name not in known and name not in (more or ()):
+        if name not in (more or ()):
             raise HttpProblem(400, f"unknown parameter: {name[:100]}", param=name[:100], code="unknown_parameter")
-        found[name] = _integer(value)
+        found[name] = value
     if "sources" in found and "sources" in known:
         fields = sources_fields(found.pop("sources"))
         found |= {} if fields is None else {"sources": {name: _integer(value) for name, value in fields.items()}}
@@ -211,7 +267,8 @@ def cleaned(raw: dict[str, Any], known: tuple[str, ...], more: set[str] | None =
 
 def ignored_fields(raw: dict[str, Any]) -> list[str]:
     """The names of accepted fields that are ignored."""
-    return sorted(name for name, value in raw.items() if value is not None and name in HARMLESS)
+    used = {"parallel_tool_calls"} if raw.get("tools") else set[str]()
+    return sorted(name for name, value in raw.items() if value is not None and name in HARMLESS - used)
 
 
 def _integer(value: Any) -> Any:
@@ -229,8 +286,16 @@ def _message(raw: object, path: str) -> Message:
             raise HttpProblem(400, f"{path}.{name} is not supported", param=f"{path}.{name}", code="unsupported_value")
         del fields[name]
     turn = converted(fields, ChatMessage, path)
-    text = turn.content if isinstance(turn.content, str) else _text_of(turn.content, f"{path}.content")
-    return Message("system" if turn.role == "developer" else turn.role, text)
+    if turn.content is None and not turn.tool_calls:
+        raise HttpProblem(400, f"{path}: has no content", param=path, code="invalid_type")
+    text = turn.content or ""
+    return Message(
+        "system" if turn.role == "developer" else turn.role,
+        text if isinstance(text, str) else _text_of(text, f"{path}.content"),
+        turn.reasoning_content or turn.reasoning,
+        tuple(ToolCall(call.id, call.function.name, call.function.arguments or "{}") for call in turn.tool_calls),
+        turn.tool_call_id,
+    )
 
 
 def _text_of(parts: list[dict[str, Any]], path: str) -> str:

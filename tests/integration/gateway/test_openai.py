@@ -356,7 +356,11 @@ async def test_several_answers_stream_interleaved(service: Served, url: str, num
                 "completion_tokens": num_output,
                 "total_tokens": 9 + num_output,
                 "prompt_tokens_details": {"cached_tokens": 4},
-                "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+                "completion_tokens_details": {
+                    "accepted_prediction_tokens": 0,
+                    "rejected_prediction_tokens": 0,
+                    "reasoning_tokens": 0,
+                },
             }
 
 
