@@ -44,7 +44,9 @@ from longleaf.rank_protocol.group_messages import Ready
 from longleaf.resources import allow_files, num_processors
 from longleaf.sampling import GREEDY
 from longleaf.service_settings import ServiceConfig
+from longleaf.topology import describe_lost
 from longleaf.types import Cluster, Draining, ModelInfo
+from longleaf.weights_choice import with_chosen_weights
 
 SWITCH_SECONDS = 0.0005
 """The interpreter's thread switch interval in seconds: how long a tokenizing thread may delay the event loop each time
@@ -55,6 +57,7 @@ GRACE_SECONDS = 2.0
 """Seconds that open calls get to receive the shutdown reason."""
 
 
+WHOLE_UNKNOWN = "weights: whole, because the memory of the Ray nodes is unknown; see --weights"
 NOT_DURABLE = "contexts are only in memory and are lost when this service stops: --data-dir DIR saves them"
 
 
@@ -133,6 +136,9 @@ class Service:
         if self._durability is not None:
             config = replace(config, snapshot_url=self._durability.snapshot_url)
         host = await self._fleet.reserve(config, self._config.wait_for_ranks)
+        if config.weights == "auto" and config.world_size > 1:
+            config, choice = await self._choose_weights(config)
+            notes += choice
         self._control = RankManager(config, host, self._fleet.kill, self._fleet.location_of)
         # without a limit in the checkpoint, only the pool bounds the positions
         max_positions = tokenizer.checkpoint.max_positions or UNLIMITED
@@ -164,6 +170,15 @@ class Service:
                 self._engine.preload()
         self._server.open(self._application)
         return port
+
+    async def _choose_weights(self, config: EngineConfig) -> tuple[EngineConfig, tuple[str, ...]]:
+        """Replaces the weights `auto` by the memory of the ranks, and returns the notes on the choice. Raises
+        InvalidArgument."""
+        rank_memory = await self._fleet.rank_memory()
+        chosen, reason = await asyncio.to_thread(with_chosen_weights, config, rank_memory)
+        if rank_memory is None and self._config.launcher == "ray":
+            reason = WHOLE_UNKNOWN
+        return chosen, (reason,) if reason else ()
 
     async def _start_health(self, server: GrpcServer) -> tuple[str, ...]:
         """Starts the health port if one is configured, and returns a note with its address. Raises StartError."""
@@ -402,8 +417,7 @@ def describe_weights(most_bytes: int, num_spare: int) -> str:
     note = f"weights: at most {human_bytes(most_bytes)} on each rank"
     if not num_spare:
         return f"{note}; if a rank is lost, answers wait until a replacement has read its weights (see --spare-ranks)"
-    room = "a lost rank" if num_spare == 1 else f"{num_spare:,} lost ranks"
-    return f"{note}, and room for those of {room}: the other ranks read them and continue at once"
+    return f"{note}, and room for those of {describe_lost(num_spare)}: the other ranks read them and continue at once"
 
 
 def idle_processors(world_size: int, num_threads: int, devices: Sequence[str], num_here: int) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ def main(argument: str) -> int:
     logs = Logs(telemetry, ("gateway", "longleaf"))
     for logger in ("gateway", "uvicorn.error", "asyncio"):
         logging.getLogger(logger).addFilter(RepeatSuppressor())
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of invalid forms, which get 400
     allow_files()
     try:
         config.check()

@@ -6,7 +6,6 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -16,11 +15,11 @@ from gateway import cluster, static
 from gateway.bodies import BodyReader
 from gateway.contexts import resources, text, upload
 from gateway.contexts.upload_slots import UploadSlots
+from gateway.cors import with_cors
 from gateway.errors import HttpProblem, problem_of
 from gateway.guards import OriginGuardMiddleware
 from gateway.models import ModelNameCache
 from gateway.openai import chat, completions, models
-from gateway.openai.answers import WARNING
 from longleaf.client.proxy_client import ProxyClient
 from longleaf.errors import LongleafError
 from longleaf.service_settings import GatewayConfig
@@ -45,11 +44,6 @@ ROUTES = (
     ("/v1/contexts/{id}/text", "GET", text.get_text),
     ("/v1/cluster", "GET", cluster.cluster),
 )
-METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE")
-EXPOSED_HEADERS = ("retry-after", "x-should-retry", "upload-offset", "upload-complete", WARNING)
-"""Response headers that pages of allowed origins may read, besides the content type and length."""
-PREFLIGHT_SECONDS = 600
-"""How long a browser may cache the answer to a preflight request."""
 NO_ENDPOINT = (
     "no such endpoint: this server has /v1/models, /v1/chat/completions, /v1/completions, /v1/contexts and /v1/cluster"
 )
@@ -71,18 +65,8 @@ def make_app(client: ProxyClient, config: GatewayConfig, ending: asyncio.Event) 
     app.state.public_url = config.public_url
     app.state.upload_slots = UploadSlots()
     guarded = OriginGuardMiddleware(app, config.allow_host, config.public_url, config.allow_origin)
-    if not config.allow_origin:
-        return guarded
     # outside of the guard, so that pages of allowed origins can read its errors
-    return CORSMiddleware(
-        guarded,
-        allow_origins=config.allow_origin,
-        allow_methods=METHODS,
-        allow_headers=["*"],  # the requested ones: OpenAI's clients send x-stainless-… headers
-        expose_headers=EXPOSED_HEADERS,
-        max_age=PREFLIGHT_SECONDS,
-        allow_private_network=True,
-    )
+    return with_cors(guarded, config.allow_origin)
 
 
 def _routes() -> list[Route]:

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from gateway.errors import HttpProblem, unavailable
+from gateway.errors import HttpProblem, busy
 from longleaf.config import MAX_REQUEST_BYTES
 
 MAX_JSON_BYTES = MAX_REQUEST_BYTES + (1 << 19)
@@ -132,8 +132,7 @@ class MemoryLease:
         """The same for a decoded body."""
         more = max(0, num_bytes - self._num_bytes)
         if self._budget.num_bytes + more > self._budget.max_bytes:
-            message = "the gateway is receiving as much as it can: try again later"
-            raise unavailable(message)
+            raise busy("it is receiving as much as it can")
         self._num_bytes += more
         self._budget.num_bytes += more
 

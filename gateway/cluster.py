@@ -18,7 +18,7 @@ from longleaf.types import Cluster
 READY_SECONDS = 2.0
 INTERVAL_SECONDS = 1.0
 MODEL_FIELDS = "name architecture dtype max_context_tokens is_long_allowed has_chat_template"
-CLUSTER_FIELDS = "world_size epoch running waiting merge exact exactness_note"
+CLUSTER_FIELDS = "world_size epoch running waiting merge exact exactness_note dequantization"
 WORKER_FIELDS = "rank node device tokens max_tokens kv_bytes max_kv_bytes"
 RECOVERY_FIELDS = "lost_tokens recovered_tokens seconds done"
 DRAFTING_FIELDS = "drafted_tokens accepted_tokens tokens_per_step"

@@ -72,6 +72,11 @@ def unavailable(message: str) -> HttpProblem:
     return HttpProblem(503, message, kind="server_error", code="unavailable", headers=SOON)
 
 
+def busy(load: str) -> HttpProblem:
+    """The error if the gateway itself has no room now, in contrast to the service; `load` describes its use of it."""
+    return HttpProblem(503, f"the gateway is busy: {load}", kind="server_error", code="gateway_busy", headers=SOON)
+
+
 def stopping() -> HttpProblem:
     """The error for answers that the shutdown of the gateway interrupts."""
     return unavailable("the gateway is stopping")

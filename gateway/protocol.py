@@ -1,13 +1,15 @@
 """uvicorn's HTTP/1.1 protocol with limits on size, number and time of everything but bodies."""
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from gateway.errors import HttpProblem, unavailable
+from gateway.cors import early_headers
+from gateway.errors import HttpProblem, busy
 
 MAX_HEAD_BYTES = 32 << 10
 """Limit of the request line and the headers, and of data between and after the parts of a body: chunk sizes and
@@ -50,9 +52,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _unread_timer: asyncio.TimerHandle | None = None
     _is_surplus = _is_refused = _is_deaf = False
 
-    def __init__(self, *arguments: Any, max_connections: int, **more: Any) -> None:
+    def __init__(self, *arguments: Any, max_connections: int, origins: Sequence[str], **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._max_connections = max_connections
+        self._origins = origins
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -230,7 +233,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _write(self, problem: HttpProblem) -> None:
         content = problem.encoded()
-        headers = problem.headers | {
+        headers = problem.headers | early_headers(self._origins, self.headers or ())
+        headers |= {
             "content-type": "application/json",
             "content-length": str(len(content)),
             "connection": "close",
@@ -242,10 +246,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 def full(num_open: int) -> HttpProblem:
     """The answer to a connection beyond the limit."""
-    return unavailable(f"this gateway has {num_open:,} connections, and takes no more")
+    return busy(f"it has {num_open:,} connections, and takes no more")
 
 
-def protocol_options(max_connections: int) -> dict[str, Any]:
-    """The options of uvicorn for this protocol."""
-    made = partial(LimitedHttpProtocol, max_connections=max_connections)
+def protocol_options(max_connections: int, origins: Sequence[str] = ()) -> dict[str, Any]:
+    """The options of uvicorn for this protocol. Pages of `origins` may read its errors."""
+    made = partial(LimitedHttpProtocol, max_connections=max_connections, origins=origins)
     return {"http": made, "ws": "none", "timeout_keep_alive": IDLE_SECONDS, "server_header": False}

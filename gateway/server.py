@@ -96,7 +96,7 @@ async def serve(
                 access_log=False,
                 proxy_headers=False,
                 timeout_graceful_shutdown=math.ceil(config.drain_seconds),
-                **protocol_options(config.max_connections),
+                **protocol_options(config.max_connections, config.allow_origin),
             )
             uvicorn_config.load()
             uvicorn_config.ssl = certificate.context if certificate is not None else None

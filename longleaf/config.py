@@ -104,10 +104,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             SERVICE,
             "Weights of the model on each rank; whole: all of them; sharded: an equal part, so that a model may be "
             "larger than the memory of one rank; auto: sharded where whole ones do not fit into 90 % of the memory of "
-            "each rank of this machine. Sharded ranks exchange more in every layer.",
+            "each rank. Sharded ranks exchange more in every layer.",
         ),
     ] = "auto"
-    """Commands replace auto before ranks start (`longleaf.weights_choice`); elsewhere it means whole."""
+    """Replaced before ranks start (`longleaf.weights_choice`): by the command, or on an existing Ray cluster by the
+    service. Elsewhere auto means whole."""
     allow_long: Annotated[
         bool, Option(SERVICE, "Accept more tokens than the model was trained for; answers may get worse.")
     ] = False

@@ -55,10 +55,11 @@ class NotFound(LongleafError):
 
 
 class AlreadyExists(LongleafError):
-    """The resource `name` exists."""
+    """The resource `name` exists. For a context, the message gives advice."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"{name} already exists")
+        advice = ": append to it, delete it, or use another name" if name.startswith("contexts/") else ""
+        super().__init__(f"{name} already exists{advice}")
         self.name = name
 
 

@@ -69,6 +69,13 @@ def human_list(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
+def describe_dequantization(layouts: Sequence[str], dtype: str) -> str:
+    """The stored layouts and the computed type of quantized weights: `fp8 128x128 checkpoint, computed in bfloat16`.
+    Empty if there are no layouts.
+    """
+    return f"{human_list(layouts, 2)} checkpoint, computed in {dtype}" if layouts else ""
+
+
 def describe_dtypes(dtype: str, kv_dtype: str, quantization: str = "") -> str:
     """The type of the weights, with the method of their quantization, and that of keys and values if it differs."""
     weights = f"{quantization} weights computed in {dtype}" if quantization else dtype

@@ -110,6 +110,10 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the weights on each rank if they are sharded; empty for one rank."""
     share_note: str = ""
     """Reason why the weights cannot be sharded; empty if they can."""
+    spare_ranks: int = 0
+    """Number of lost ranks for whose sharded weights the others have room."""
+    spare_bytes: int = 0
+    """Bytes of that room on each rank, at most. Keys and values do not use it."""
     weights: WeightsChoice = "whole"
     """The weights of each rank in `plans`."""
     exchanges: ExchangeReport | None = None

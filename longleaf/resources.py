@@ -100,6 +100,15 @@ def _nvidia_memory() -> list[int]:
         library.nvmlShutdown()
 
 
+def slot_memory(num_ranks: int, *, has_gpu: bool) -> int | None:
+    """Bytes of the memory of each of `num_ranks` ranks of this machine: an equal part of the available memory, or with
+    `has_gpu` the memory of the smallest GPU. None if it is unknown.
+    """
+    if has_gpu:
+        return min(gpu_memory(), default=None)
+    return memory().free // num_ranks
+
+
 def end_with_parent() -> None:
     """Makes the kernel kill this process when the thread that started it ends (Linux only)."""
     if sys.platform == "linux":

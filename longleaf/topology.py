@@ -62,6 +62,11 @@ def count_ranks(number: int) -> str:
     return "1 rank" if number == 1 else f"{number} ranks"
 
 
+def describe_lost(number: int) -> str:
+    """Formats a number of lost ranks, for whose weights the others have room."""
+    return "a lost rank" if number == 1 else f"{number:,} lost ranks"
+
+
 def too_few_gpus(num_ranks: int, where: str, num_gpus: int) -> StartError:
     """Why ranks do not start with fewer GPUs than ranks: NCCL rejects ranks that share a GPU. Shared GPUs, and ranks on
     CPUs, are so slow that they must be requested explicitly."""

@@ -49,18 +49,30 @@ def with_weights(config: ServiceConfig, num_gpus: int, notify: Callable[[str], N
     """The settings with `whole` or `sharded` instead of `auto`. The model is a local folder. `num_gpus`: the GPUs of
     this machine. `notify` receives a message if the weights are sharded.
 
-    Weights remain whole if the memory of the ranks is unknown, as on an existing Ray cluster.
+    On an existing Ray cluster `auto` remains: the service chooses when it knows the nodes of its ranks.
     """
     engine = config.engine
-    if engine.weights != "auto":
+    if engine.weights != "auto" or (config.ray_address is not None and engine.world_size > 1):
         return config
+    chosen, message = with_chosen_weights(engine, memory_of_rank(engine, num_gpus))
+    if message:
+        notify(message)
+    return msgspec.structs.replace(config, engine=chosen)
+
+
+def with_chosen_weights(engine: EngineConfig, rank_memory: int | None) -> tuple[EngineConfig, str]:
+    """The settings with `whole` or `sharded` instead of `auto`, and the reason for sharded weights, empty for whole
+    ones. `rank_memory`: bytes of the memory of each rank, None if it is unknown.
+
+    Raises InvalidArgument for settings that are invalid with sharded weights.
+    """
     weight_bytes = 0 if engine.world_size == 1 else whole_bytes(Path(engine.model), engine.dtype)
-    rank_memory = None if config.ray_address is not None else memory_of_rank(engine, num_gpus)
     weights = choose_weights(weight_bytes, rank_memory, engine.world_size, engine.kv_bytes or 0)
-    if weights == "sharded":
-        assert rank_memory is not None
-        notify(describe_choice(weight_bytes, rank_memory, engine.world_size))
-    return msgspec.structs.replace(config, engine=msgspec.structs.replace(engine, weights=weights))
+    chosen = msgspec.structs.replace(engine, weights=weights)
+    chosen.check()
+    if weights == "whole" or rank_memory is None:
+        return chosen, ""
+    return chosen, describe_choice(weight_bytes, rank_memory, engine.world_size)
 
 
 def describe_choice(weight_bytes: int, rank_memory: int, world_size: int) -> str:

@@ -9,13 +9,14 @@ missing, that no operation outside of attention mixes rows, and that the logits 
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
 import msgspec
 
 from longleaf.config import EngineConfig, WeightsChoice, WindowKeys
-from longleaf.errors import ModelRefused, StartError
+from longleaf.errors import InvalidArgument, ModelRefused, StartError
 from longleaf.kernels import registry
 from longleaf.model_report import (
     AttentionKind,
@@ -26,6 +27,7 @@ from longleaf.model_report import (
     ReplicatedReport,
 )
 from longleaf.positions import UNLIMITED_TOKENS, WindowSpec
+from longleaf.shares import most_parts
 from longleaf.weights_choice import choose_weights, memory_of_rank
 from workers.exactness import check_exact
 from workers.kv_cache.pools import (
@@ -44,9 +46,9 @@ from workers.model import model as models
 from workers.model.meta_model import meta_model, outline
 from workers.model.model import LayerSpec, Model
 from workers.model.quantized_weights import pop_quantization
-from workers.model.weight_parts import plan_weights, share_bytes
+from workers.model.weight_parts import divided_bytes, plan_weights, share_bytes
 from workers.model.weight_reader import quantized_layouts
-from workers.model.weight_shares import Share
+from workers.model.weight_shares import Share, growth_bytes
 from workers.rank import choose_device, count_gpus
 
 WINDOW_KEYS: tuple[WindowKeys, ...] = get_args(WindowKeys)
@@ -64,19 +66,26 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         )
         bytes_per_token = kv_bytes_per_token(model.layers, model.dtype, config)
         note = verify(model, config) if has_weights else UNKNOWN
-        shares, share_note, exchanges = measure_shares(config)
+        shares = measure_shares(config)
         quantization = pop_quantization(models.read_config(config.model))
         quantized = quantized_layouts(Path(config.model), quantization)
     except ModelRefused as error:
         return AttentionReport(reason=str(error))
     weight_bytes = sum(p.numel() * p.itemsize for p in model.module.parameters())
     if config.weights == "auto":
-        config = msgspec.structs.replace(config, weights=chosen_weights(weight_bytes, config) if shares else "whole")
+        weights = chosen_weights(weight_bytes, config) if shares.num_bytes else "whole"
+        config = msgspec.structs.replace(config, weights=weights)
+    try:
+        config.check()
+    except InvalidArgument as error:  # the limits of sharded weights
+        return AttentionReport(reason=str(error))
     if config.kv_bytes:
         pools = pools or [config.kv_bytes] * config.world_size
-    if config.has_shares and share_note:
-        return AttentionReport(reason=share_note)
-    pools = pools or kv_bytes_beside(max(shares) if config.has_shares else weight_bytes, model, config)
+    if config.has_shares and shares.note:
+        return AttentionReport(reason=shares.note)
+    if config.has_shares:
+        model = replace(model, spare_bytes=shares.spare_bytes)
+    pools = pools or kv_bytes_beside(max(shares.num_bytes) if config.has_shares else weight_bytes, model, config)
     windowed = windowed_layers(model, msgspec.structs.replace(config, window_keys="replicated"))
     return AttentionReport(
         dtype=name_of(model.dtype),
@@ -86,10 +95,12 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         bytes_per_token=bytes_per_token,
         replicated=replicated(model, msgspec.structs.replace(config, window_keys="replicated")),
         weight_bytes=weight_bytes,
-        share_bytes=shares,
-        share_note=share_note,
+        share_bytes=shares.num_bytes,
+        share_note=shares.note,
+        spare_ranks=config.spare_ranks,
+        spare_bytes=shares.spare_bytes,
         weights=config.weights,
-        exchanges=exchanges,
+        exchanges=shares.exchanges,
         quantized=quantized,
         has_weights=has_weights,
         is_exact=None if note else True,
@@ -98,21 +109,39 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
     )
 
 
-def measure_shares(config: EngineConfig) -> tuple[tuple[int, ...], str, ExchangeReport | None]:
-    """Bytes of the weights on each of several ranks if they are sharded, or the reason why they cannot be; and the
-    exchanges of a decode step.
-    """
-    count = config.world_size
-    if count == 1:
-        return (), "", None
+@dataclass(frozen=True, slots=True)
+class SharesOfWeights:
+    """Bytes of the weights on each of several ranks if they are sharded, or the reason why they cannot be."""
+
+    num_bytes: tuple[int, ...] = ()
+    """For each rank; empty for one rank."""
+    spare_bytes: int = 0
+    """The largest number of bytes that a rank sets aside for weights of lost ranks."""
+    exchanges: ExchangeReport | None = None
+    note: str = ""
+    """The reason; empty if weights can be sharded."""
+
+
+def measure_shares(config: EngineConfig) -> SharesOfWeights:
+    """Measures the shares of the ranks of a config, whether or not it shards the weights."""
+    count, num_spare = config.world_size, config.spare_ranks
+    if count == 1 or num_spare >= count:
+        return SharesOfWeights()
     try:
         known = outline(config.model, config.dtype)
         weight_plan = plan_weights(known, count)
     except ModelRefused as error:
-        return (), str(error), None
+        return SharesOfWeights(note=str(error))
     found = weight_plan.exchanges
     exchanges = ExchangeReport(merges=len(known.model.layers), gathers=found.gathers, sums=found.sums)
-    return tuple(share_bytes(known, weight_plan, Share.even(index, count)) for index in range(count)), "", exchanges
+    shares = [Share.even(index, count) for index in range(count)]
+    room = [
+        growth_bytes(divided_bytes(known, weight_plan, share), len(share.parts), most_parts(count, num_spare))
+        for share in shares
+        if num_spare
+    ]
+    sizes = tuple(share_bytes(known, weight_plan, share) for share in shares)
+    return SharesOfWeights(sizes, max(room, default=0), exchanges)
 
 
 def chosen_weights(weight_bytes: int, config: EngineConfig) -> WeightsChoice:

@@ -24,7 +24,7 @@ from longleaf.comm.process_group import (
 from longleaf.config import cache_folder
 from longleaf.errors import ModelRefused, StartError
 from longleaf.fingerprint import Fingerprint, read_fingerprint
-from longleaf.formatting import human_bytes
+from longleaf.formatting import describe_dequantization, human_bytes
 from longleaf.kernels import registry
 from longleaf.kernels.backend import Backend
 from longleaf.kernels.cpu.compiled import NativeBackend
@@ -97,7 +97,7 @@ class Rank:
         self._exactness_note = ""
         """The reason why the model was not compared with plain attention; empty if it was."""
         self._exchange: RowExchange | None = None
-        """The exchanges of sharded weights."""
+        """The exchanges of a loaded model with sharded weights."""
         self._weights: LocalWeights | None = None
         """The weights of this rank, if they are sharded."""
         self._must_verify = True
@@ -144,7 +144,7 @@ class Rank:
         if not config.has_shares:
             return models.load(config.model, config.dtype, self.device)
         found = load_share(config.model, config.dtype, self.device, Share(tuple(parts), config.world_size))
-        self._exchange, self._weights = found.model.exchange, found.weights
+        self._weights = found.weights
         spare_bytes = found.weights.room(most_parts(config.world_size, config.spare_ranks)) if config.spare_ranks else 0
         return replace(found.model, spare_bytes=spare_bytes)
 
@@ -162,7 +162,7 @@ class Rank:
         or StartError.
         """
         config, num_ranks_here = self.config, self._spec.num_ranks_here
-        self.model = model
+        self.model, self._exchange = model, model.exchange
         self.pool, windows = make_pool(self.model, config, num_ranks_here, self._ranks_per_gpu)
         self.backend = backend or registry.choose(config.kernels, self.device, self.model.dtype)
         if self.device.startswith("cuda") and config.cuda_graphs == "auto":
@@ -183,6 +183,7 @@ class Rank:
             weight_bytes=sum(parameter.nbytes for parameter in model.module.parameters()),
             weight_parts=0 if self._weights is None else len(self._weights.share.parts),
             exactness_note=self._exactness_note,
+            dequantization=describe_dequantization(model.layouts, name_of(model.dtype)),
         )
 
     def hold(self, parts: Sequence[int]) -> int:

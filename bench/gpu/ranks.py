@@ -83,8 +83,8 @@ def served(module: PreTrainedModel, device: str) -> model.Model:
     return model.prove(module, device)
 
 
-def make_rank(config: EngineConfig, number: int = 0) -> Rank:
-    """A rank of this machine. If it uses a GPU, it uses the first one, even if that is shared."""
+def make_rank(config: EngineConfig, number: int = 0, gpu: int = 0) -> Rank:
+    """A rank of this machine. If it uses a GPU, it uses that of this number, even if that is shared."""
     return Rank(
         RankSpec(
             member=number,
@@ -93,7 +93,7 @@ def make_rank(config: EngineConfig, number: int = 0) -> Rank:
             host="127.0.0.1",
             node="here",
             num_ranks_here=config.world_size,
-            gpu=0,
+            gpu=gpu,
             num_ranks_seeing=config.world_size,
         )
     )

@@ -6,7 +6,7 @@ They are started as `--launcher local` does it, and are told their plans over pi
 import multiprocessing
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from statistics import median
@@ -16,8 +16,10 @@ from bench.gpu import ground
 from bench.gpu.cases import Share
 
 if TYPE_CHECKING:
+    from bench.gpu import plans
     from bench.gpu.ranks import Shape
     from longleaf.rank_protocol.step import StepPlan, StepResult
+    from workers.rank import Rank
 
 BLOCK_SIZE = 32
 DEADLINE = 240.0
@@ -56,6 +58,10 @@ class Ranks:
         for end in self._ends:
             end.send(message)
 
+    def receive(self) -> Any:
+        """The next message of the first rank. Raises as `execute`."""
+        return self._next(0)
+
     def _next(self, number: int) -> Any:
         """The next message of a rank."""
         while not self._heard[number]:
@@ -80,10 +86,20 @@ class Ranks:
 @contextmanager
 def running(num_ranks: int, device: str, shape: "Shape") -> Iterator[Ranks]:
     """Ranks on a device (`cpu`, or `cuda:0`) with the same random model in float32."""
+    with processes(num_ranks, serve, device, tuple(shape)) as ranks:
+        ranks.join()
+        yield ranks
+
+
+@contextmanager
+def processes(num_ranks: int, work: Callable[..., None], *given: object) -> Iterator[Ranks]:
+    """Ranks in processes, each of which calls `work` with its end of a pipe, its number, the number of ranks, and the
+    given arguments. All of these can be pickled.
+    """
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(num_ranks)]
     processes = [
-        context.Process(target=live, args=(there, i, num_ranks, device, tuple(shape)), daemon=True)
+        context.Process(target=live, args=(there, work, i, num_ranks, *given), daemon=True)
         for i, (_, there) in enumerate(pipes)
     ]
     ends: Any = [here for here, _ in pipes]
@@ -91,9 +107,7 @@ def running(num_ranks: int, device: str, shape: "Shape") -> Iterator[Ranks]:
         for process, (_, there) in zip(processes, pipes, strict=True):
             process.start()
             there.close()
-        ranks = Ranks(ends)
-        ranks.join()
-        yield ranks
+        yield Ranks(ends)
     finally:
         for end in ends:
             end.close()  # a rank whose end is closed leaves
@@ -102,7 +116,7 @@ def running(num_ranks: int, device: str, shape: "Shape") -> Iterator[Ranks]:
             process.kill()
 
 
-def live(end: Connection, number: int, num_ranks: int, device: str, shape: tuple[Any, ...]) -> None:
+def live(end: Connection, work: Callable[..., None], number: int, num_ranks: int, *given: Any) -> None:
     """A rank's process."""
     ground.stand_in()
     from longleaf.config import apply_environment, network_environment, rank_environment
@@ -111,7 +125,7 @@ def live(end: Connection, number: int, num_ranks: int, device: str, shape: tuple
     apply_environment(rank_environment(1))
     apply_environment(network_environment(interface_of("127.0.0.1")))
     try:
-        serve(end, number, num_ranks, device, shape)
+        work(end, number, num_ranks, *given)
     except EOFError:
         pass
     except Exception:
@@ -144,12 +158,17 @@ def serve(end: Connection, number: int, num_ranks: int, device: str, shape: tupl
     rank.allocate_pool(served(make_module(Shape(*shape), torch.float32, device), device))
     end.send(rank.join(Join(EPOCH, number, "127.0.0.1", port, ("here",) * num_ranks)))
     try:
-        while True:
-            result = rank.execute(end.recv())
-            if number == 0:
-                end.send(result)
+        execute_plans(end, rank, number)
     finally:
         rank.close()
+
+
+def execute_plans(end: Connection, rank: "Rank", number: int) -> None:
+    """Executes plans; the first rank sends their results. Raises EOFError when the other end is closed."""
+    while True:
+        result = rank.execute(end.recv())
+        if number == 0:
+            end.send(result)
 
 
 def measure(case: Share, device: str, shape: "Shape") -> dict[str, Any]:
@@ -177,12 +196,17 @@ def answered(case: Share, num_ranks: int, device: str, shape: "Shape") -> tuple[
     """Greedy answers to the prompts of a case, the transport between ranks, and the name of their kernels."""
     from bench.gpu import plans
 
-    most = shape.vocabulary
-    prompts = [tuple((i * 31 + j * 7) % most for j in range(case.num_prompt)) for i in range(case.num_rows)]
-    requested = [plans.Asked(prompt, case.num_tokens) for prompt in prompts]
     with running(num_ranks, device, shape) as ranks:
-        found = collected(ranks, plans.answers(requested, num_ranks, BLOCK_SIZE))
+        found = collected(ranks, plans.answers(prompts_of(case, shape.vocabulary), num_ranks, BLOCK_SIZE))
         return found, ranks.readies[0].transport, ranks.readies[0].kernels
+
+
+def prompts_of(case: Share, vocabulary: int) -> "list[plans.Asked]":
+    """The prompts of a case."""
+    from bench.gpu import plans
+
+    prompts = [tuple((i * 31 + j * 7) % vocabulary for j in range(case.num_prompt)) for i in range(case.num_rows)]
+    return [plans.Asked(prompt, case.num_tokens) for prompt in prompts]
 
 
 def collected(ranks: Ranks, work: "Iterable[StepPlan]") -> Answered:

@@ -27,6 +27,7 @@ NVLINK = Figure(
 )
 NDR = Figure("InfiniBand per GPU", 50e9, "bytes/s", "published", f"8 x NDR 400 Gb/s per node: {PAPER}, section 6")
 HBM3 = Figure("memory of an H100 SXM", 3.35e12, "bytes/s", "published", "NVIDIA H100 data sheet")
+PRODUCTS = Figure("16-bit products of an H100 SXM", 989e12, "FLOP/s", "published", "NVIDIA H100 data sheet")
 OPERATION = Figure("NCCL, one operation", 6.8e-6, "s", "published", TUNER)
 NEAR_ROUND = Figure("NCCL, one hop over NVLink", 0.6e-6, "s", "published", TUNER)
 FAR_ROUND = Figure("NCCL, one hop over the network", 5.0e-6, "s", "published", TUNER)

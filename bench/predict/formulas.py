@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from longleaf.merge.butterfly import rounds
 
-Kind = Literal["all_gather", "all_to_all", "all_reduce", "shift", "swap"]
+Kind = Literal["all_gather", "all_to_all", "all_reduce", "broadcast", "shift", "swap"]
 """A shift is a permutation where each rank sends to the next; in a swap all ranks of a node send to another node."""
 Scope = Literal["world", "node", "rail"]
 

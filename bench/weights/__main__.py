@@ -4,7 +4,8 @@ Other processes on the machine change all times, so both sides take turns and on
 
     python -m bench.weights --into bench/results/weights.json
     python -m bench.weights --only decode
-    python -m bench.weights --only large    # serves 6 GB on four ranks: 14 GB of memory, 6 GB of disk, some minutes
+    python -m bench.weights --only large         # serves 6 GB on four ranks: 14 GB of memory, 6 GB of disk, minutes
+    python -m bench.weights --only large_loss    # the same with --spare-ranks 1, and a rank is killed
 """
 
 from collections.abc import Iterable
@@ -62,8 +63,9 @@ PARTS = {
     "decode_small": lambda: decode_of(SMALL, 64),
     "exchanges": lambda: {"families": exchanges.measure(), "goals": []},
     "large": large.measure,
+    "large_loss": large.measure_loss,
 }
-DEFAULT = [name for name in PARTS if name != "large"]
+DEFAULT = [name for name in PARTS if not name.startswith("large")]
 
 
 def main() -> None:

@@ -1,10 +1,14 @@
-"""A model of 6 GB on four ranks, each of which has less memory than the model takes."""
+"""A model of 6 GB on four ranks, each of which has less memory than the model takes, also after the loss of a rank."""
 
 import multiprocessing
+import os
+import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -18,13 +22,14 @@ from bench.harness.service import START_SECONDS
 from bench.harness.subjects import Subject, subject_of
 from longleaf.client import Client
 from longleaf.launch import ServiceProcess
-from longleaf.types import Delta
+from longleaf.types import Delta, Recovering
 
 NUM_RANKS = 4
-MAX_BYTES = 2_400_000_000
-"""Of anonymous and shared memory on each rank."""
+MAX_BYTES, MAX_BYTES_WITH_ROOM = 2_400_000_000, 3_000_000_000
+"""Maximum anonymous and shared memory of each rank, without and with room for weights of a lost rank."""
 KV_BYTES = 1 << 28
 DOCUMENT_TOKENS, QUESTION_TOKENS, NEW_TOKENS = 200, 8, 8
+NEW_TOKENS_WITH_LOSS = 16
 SHAPE: dict[str, Any] = {
     "num_layers": 8,
     "hidden": 4096,
@@ -43,14 +48,29 @@ COMMAND = (
 
 def measure() -> Row:
     """Peaks of memory on all ranks, and whether the answer about a document equals that of `generate`."""
+    with _prepared(NEW_TOKENS) as (measured, expected):
+        return _serve(measured, expected)
+
+
+def measure_loss() -> Row:
+    """The same with room for the weights of a lost rank: a rank is killed during the answer, and the others continue
+    it.
+    """
+    with _prepared(NEW_TOKENS_WITH_LOSS) as (measured, expected):
+        return _serve_with_loss(measured, expected)
+
+
+@contextmanager
+def _prepared(num_tokens: int) -> Iterator[tuple[Subject, list[int]]]:
+    """The checkpoint, and the tokens that transformers generates."""
     with TemporaryDirectory(prefix="longleaf-bench-") as folder:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:  # whose memory is then free
-            path, expected = apart.submit(_prepare, Path(folder, "random-llama-6gb")).result()
+            path, expected = apart.submit(_prepare, Path(folder, "random-llama-6gb"), num_tokens).result()
         log(f"generate: {expected}")
-        return _serve(subject_of(path), expected)
+        yield subject_of(path), expected
 
 
-def _prepare(folder: Path) -> tuple[Path, list[int]]:
+def _prepare(folder: Path, num_tokens: int) -> tuple[Path, list[int]]:
     """Makes the checkpoint; returns its folder, and the tokens that transformers generates."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -63,7 +83,7 @@ def _prepare(folder: Path) -> tuple[Path, list[int]]:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", local_files_only=True)
     model.generation_config.eos_token_id = None
     ids = torch.tensor([document + question])
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False)
     return folder, output[0, ids.shape[1] :].tolist()
 
 
@@ -71,15 +91,22 @@ def _tokens(measured: Subject) -> tuple[list[int], list[int]]:
     return measured.tokens(DOCUMENT_TOKENS), measured.tokens(QUESTION_TOKENS, seed=1)
 
 
-def _serve(measured: Subject, expected: list[int]) -> Row:
-    document, question = _tokens(measured)
-    command = [sys.executable, "-P", "-c", "from longleaf.cli.main import main; main()", *COMMAND.split()]
-    began = time.perf_counter()
+@contextmanager
+def _running(measured: Subject, options: str) -> "Iterator[tuple[Client, PeakMemory]]":
+    """A client of the service, and the memory of its ranks."""
+    command = [sys.executable, "-P", "-c", "from longleaf.cli.main import main; main()", *options.split()]
     with (
         ServiceProcess([*command, "--model", str(measured.folder)]) as process,
         PeakMemory(psutil.Process(process.pid)) as peaks,
         Client(process.wait_ready(START_SECONDS)) as client,
     ):
+        yield client, peaks
+
+
+def _serve(measured: Subject, expected: list[int]) -> Row:
+    document, question = _tokens(measured)
+    began = time.perf_counter()
+    with _running(measured, COMMAND) as (client, peaks):
         started = time.perf_counter() - began
         pids = [worker.pid for worker in client.cluster().workers]
         after_start = [peaks.of(pid) for pid in pids]
@@ -100,6 +127,51 @@ def _serve(measured: Subject, expected: list[int]) -> Row:
         "peak_bytes": at_end,
         "peak_bytes_at_start": after_start,
         "tokens": found,
+        "generate_tokens": expected,
+        "goals": [goal.as_row() for goal in goals],
+    }
+
+
+def _serve_with_loss(measured: Subject, expected: list[int]) -> Row:
+    document, question = _tokens(measured)
+    options = f"{COMMAND} --spare-ranks 1"
+    with _running(measured, options) as (client, peaks):
+        pids = [worker.pid for worker in client.cluster().workers]
+        client.ingest("document", tuple(document))
+        after_start = [peaks.of(pid) for pid in pids]
+        log(f"ready and ingested; peaks {after_start}")
+        tokens, missing, num_ranks = list[int](), list[float](), 0
+        killed = continued = 0.0
+        sampling = {"max_tokens": len(expected), "ignore_end_token": True}
+        for event in client.generate(question, context="document", **sampling):
+            if isinstance(event, Recovering):
+                missing.append(event.missing_weights)
+            if not isinstance(event, Delta):
+                continue
+            tokens += event.token_ids
+            if not killed:
+                os.kill(pids[-1], signal.SIGKILL)
+                killed = time.perf_counter()
+            elif missing and not continued:
+                continued = time.perf_counter()
+                num_ranks = len(client.cluster().workers)
+                log(f"{num_ranks} ranks continue after {continued - killed:.1f} s")
+        at_end = [peaks.of(pid) for pid in pids]
+        log(f"answer: {tokens}; peaks {at_end}")
+    goals = [
+        Goal("peak of a rank, GB", max(at_end) / 1e9, MAX_BYTES_WITH_ROOM / 1e9),
+        Goal("equal tokens", float(tokens == expected), 1.0, is_least=True),
+        Goal("ranks that continue", num_ranks, NUM_RANKS - 1.0, is_least=True),
+        Goal("ranks that continue", num_ranks, NUM_RANKS - 1.0),
+    ]
+    return {
+        "command": f"longleaf {options}",
+        "weight_bytes": (measured.folder / "model.safetensors").stat().st_size,
+        "missing_weights": round(max(missing, default=0.0), 4),
+        "seconds_without_tokens": round(continued - killed, 1),
+        "peak_bytes": at_end,
+        "peak_bytes_before_loss": after_start,
+        "tokens": tokens,
         "generate_tokens": expected,
         "goals": [goal.as_row() for goal in goals],
     }

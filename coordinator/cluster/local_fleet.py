@@ -75,6 +75,9 @@ class LocalFleet:
             raise StartError("device: cuda is not available: this machine has no GPU driver")
         return LOOPBACK
 
+    async def rank_memory(self) -> int | None:
+        return None  # the command that starts a service on this machine has chosen the weights
+
     async def launch(self, config: EngineConfig, invitations: Sequence[ConnectInfo], on_death: OnDeath) -> None:
         self._loop = asyncio.get_running_loop()
         self._num_slots, self._on_death = len(invitations), on_death

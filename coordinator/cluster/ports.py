@@ -221,6 +221,10 @@ class Fleet(Protocol):
         """
         ...
 
+    async def rank_memory(self) -> int | None:
+        """Return the bytes of memory of each rank, the smallest over the reserved slots; None if they are unknown."""
+        ...
+
     async def launch(self, config: EngineConfig, invitations: Sequence[ConnectInfo], on_death: OnDeath) -> None:
         """Start one process per rank in the reserved slots, each with its invitation; the members are numbered from 0.
         Calls `on_death` when a process ends on its own.

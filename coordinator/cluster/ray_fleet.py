@@ -2,10 +2,12 @@
 it."""
 
 import asyncio
+import logging
 import shlex
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from coordinator.cluster.ray_liveness import is_reachable, refuses_connections
 from longleaf.config import LOOPBACK, EngineConfig, rank_environment
 from longleaf.errors import StartError
 from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
+from longleaf.resources import slot_memory
 from longleaf.topology import too_few_gpus
 
 POLL_SECONDS = 1.0
@@ -26,9 +29,13 @@ PLACE_SECONDS = 60.0
 """Seconds to wait for occupied slots to become free."""
 LEAVE_SECONDS = 3.0
 KILL_SECONDS = 1.0
+MEMORY_SECONDS = 60.0
+"""Seconds to wait for the memory of the nodes: Ray starts a process on each."""
 ALONE = "; Ray listens on the loopback address, so no other machine can join (ray start --node-ip-address)"
 NODE_DIGITS = 12
 """Number of digits of a Ray node id that are shown, out of 56. They suffice to distinguish machines."""
+
+log = logging.getLogger(__name__)
 
 
 class RayFleet:
@@ -105,6 +112,31 @@ class RayFleet:
         """Raises StartError when the fleet is shut down."""
         if self._is_stopping.wait(seconds):
             raise StartError("the service is stopping")
+
+    async def rank_memory(self) -> int | None:
+        return await asyncio.to_thread(self._rank_memory)
+
+    def _rank_memory(self) -> int | None:
+        """Runs a task in a slot of each node. The resource `memory` of Ray is not used: it is a share of the memory of
+        the machine, whether available or not, and does not include GPUs."""
+        ray = ray_package()
+        counts = Counter(bundle.node for bundle in self._bundles)
+        slots = {bundle.node: bundle.index for bundle in self._bundles}
+        tasks = [
+            ray.remote(slot_memory)
+            .options(max_retries=0, **bundle_options(self._group, index, self._resources, {}))
+            .remote(counts[node], has_gpu="GPU" in self._resources)
+            for node, index in slots.items()
+        ]
+        try:
+            sizes: list[int | None] = ray.get(tasks, timeout=MEMORY_SECONDS)
+        except ray.exceptions.RayError as error:
+            log.warning("the memory of the Ray nodes is unknown: %s", type(error).__name__)
+            for task in tasks:
+                ray.cancel(task, force=True)
+            return None
+        known = [size for size in sizes if size is not None]
+        return min(known) if len(known) == len(sizes) else None
 
     async def launch(self, config: EngineConfig, invitations: Sequence[ConnectInfo], on_death: OnDeath) -> None:
         self._on_death = on_death
@@ -311,15 +343,21 @@ def bundles_of(group: Any) -> list[Bundle]:
 def in_bundle(actor_class: type, group: Any, index: int, bundle: Mapping[str, float], variables: dict[str, str]) -> Any:
     """The actor class with options: its actors use a whole bundle of the placement group, have these environment
     variables, and are never restarted."""
+    options = bundle_options(group, index, bundle, variables)
+    return ray_package().remote(actor_class).options(max_restarts=0, max_task_retries=0, **options)
+
+
+def bundle_options(group: Any, index: int, bundle: Mapping[str, float], variables: dict[str, str]) -> dict[str, Any]:
+    """Options of an actor or a task that uses a whole bundle of the placement group and has these environment
+    variables."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-    options: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
     runtime_env: dict[str, Any] = {"env_vars": variables}
     if shlex.quote(sys.executable) != sys.executable:  # Ray passes the path of Python to a shell without quoting
         runtime_env["py_executable"] = shlex.quote(sys.executable)
-    options |= {"max_restarts": 0, "max_task_retries": 0, "runtime_env": runtime_env}
-    return ray_package().remote(actor_class).options(scheduling_strategy=strategy, **options)
+    resources = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+    return {**resources, "runtime_env": runtime_env, "scheduling_strategy": strategy}
 
 
 def _describe(run: Any) -> str:

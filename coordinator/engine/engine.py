@@ -87,6 +87,7 @@ class Engine:
         """The limit on positions, and their rotation, which is known once the ranks are ready."""
         self._notes: tuple[str, ...] = ()
         """By rank of the first epoch, the reason why it could not compare the model with plain attention, or empty."""
+        self._dequantization = ""
         self._clock = clock
         self._wall_clock = wall_clock
         self._observe = observe
@@ -132,6 +133,12 @@ class Engine:
         return "; ".join(dict.fromkeys(note for note in (self._config.exactness_note, *self._notes) if note))
 
     @property
+    def dequantization(self) -> str:
+        """The stored layout and the computed type of quantized weights; empty if they are not quantized, and until the
+        ranks are ready."""
+        return self._dequantization
+
+    @property
     def total_tokens(self) -> int:
         """Tokens that the pools of all ranks can hold."""
         return self._epochs.current.num_tokens if self._epochs.is_begun else 0
@@ -142,6 +149,7 @@ class Engine:
         epoch = await self._epochs.start(self._config.block_size, first)
         readies = epoch.formation.readies
         self._notes = tuple(ready.exactness_note for ready in readies)
+        self._dequantization = readies[0].dequantization
         self.positions = self.positions.from_report(readies[0].rotary)
         self._scheduler = Scheduler(
             self._config,
@@ -226,6 +234,7 @@ class Engine:
             found,
             model=model,
             launcher=launcher,
+            dequantization=self._dequantization,
             recovery=latest,
             storage=self._store.view(),
             missing_weights=self._epochs.missing_weights,
@@ -266,7 +275,8 @@ class Engine:
         assert self._scheduler is not None
         placements, readies = self._scheduler.segments.placements, self._readies()
         stored = self._store.num_bytes(context)
-        return view_context(context, placements, readies, self.positions, self.exactness_note, stored)
+        found = view_context(context, placements, readies, self.positions, self.exactness_note, stored)
+        return replace(found, dequantization=self._dequantization)
 
     def _readies(self) -> Sequence[Ready]:
         return self._epochs.current.formation.readies

@@ -282,8 +282,19 @@ class Generation:
             scaling = self._engine.scaling_note(request.context, len(token_ids), max_tokens, is_whole=is_whole)
         reasons = (self._engine.exactness_note, HIDDEN if request.hidden else "", scaling)
         note = "; ".join(filter(None, reasons))
+        dequantization = self._engine.dequantization
         return ResponseAssembler(
-            request_id, request, alphabet, ends, self._clock, note, tracing, before, make_parser, warnings
+            request_id,
+            request,
+            alphabet,
+            ends,
+            self._clock,
+            note,
+            tracing,
+            before,
+            dequantization,
+            make_parser,
+            warnings,
         )
 
     def _parsers(self, request: Generate, token_ids: Sequence[int]) -> Callable[[], AnswerParser | None]:

@@ -59,6 +59,7 @@ class ResponseAssembler:
         exactness_note: str,
         tracing: AttributionTracer | None = None,
         before: Sequence[int] = (),
+        dequantization: str = "",
         make_parser: Callable[[], AnswerParser | None] = no_parser,
         warnings: tuple[str, ...] = (),
     ) -> None:
@@ -66,10 +67,11 @@ class ResponseAssembler:
         `make_parser` returns a parser for each sample whose answer is split; the alphabet must show its markers.
         `warnings` are those of Started. If logprobs include the bytes of tokens, the alphabet must support `spell`. The
         request, whose text may be large, is not kept. `exactness_note` is the reason for which the answer is not exact;
-        empty if it is."""
+        empty if it is. `dequantization` describes quantized weights."""
         sampling = request.sampling
         self._request_id = request_id
         self._exactness_note = exactness_note
+        self._dequantization = dequantization
         self._warnings = warnings
         self._times = RequestTimes(clock)
         ends = frozenset(sampling.stop_tokens) | (frozenset[int]() if sampling.ignore_end_token else end_tokens)
@@ -81,6 +83,7 @@ class ResponseAssembler:
                 ends,
                 self._times,
                 exactness_note,
+                dequantization,
                 TokenByteDecoder(spell, alphabet.silent, ends, is_continued=bool(before)) if spell else None,
                 tracing,
                 AnswerSplitter(parser, f"{request_id}/{sample}", is_single=request.single_tool_call)
@@ -117,6 +120,7 @@ class ResponseAssembler:
                         is_beyond_trained=event.is_beyond_trained,
                         is_exact=not self._exactness_note,
                         exactness_note=self._exactness_note,
+                        dequantization=self._dequantization,
                         warnings=self._warnings,
                     )
                 ]
@@ -200,6 +204,7 @@ class SampleAssembler:
         end_tokens: frozenset[int],
         times: RequestTimes,
         exactness_note: str,
+        dequantization: str,
         byte_decoder: TokenByteDecoder | None,
         tracing: AttributionTracer | None,
         splitter: AnswerSplitter | None,
@@ -213,6 +218,7 @@ class SampleAssembler:
         self._end_tokens = end_tokens
         self._times = times
         self._exactness_note = exactness_note
+        self._dequantization = dequantization
         self._byte_decoder = byte_decoder
         self._first_token_at: float | None = None
         self._num_tokens = self._num_drafted = self._num_accepted = 0
@@ -285,8 +291,17 @@ class SampleAssembler:
         return self._finished("stop", self._text.matched_stop, usage, timings)
 
     def _finished(self, reason: FinishReason, matched_stop: str, usage: Usage, timings: Timings) -> Finished:
-        note = self._exactness_note
-        return Finished(reason, matched_stop, usage, timings, self._index, not note, exactness_note=note)
+        note, dequantization = self._exactness_note, self._dequantization
+        return Finished(
+            reason,
+            matched_stop,
+            usage,
+            timings,
+            self._index,
+            not note,
+            exactness_note=note,
+            dequantization=dequantization,
+        )
 
     def _usage_of(self, num_prompt: int, num_cached: int, num_generated: int) -> Usage:
         num_reasoning = 0 if self._splitter is None else self._splitter.num_reasoning

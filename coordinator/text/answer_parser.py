@@ -21,7 +21,7 @@ from coordinator.text.answer_formats import (
 from coordinator.text.tool_calls import Call, calls_of, json_call
 
 MAX_HEADER = 512
-"""Maximum characters of the header of a message, and of the head of a call."""
+"""Maximum characters of a header of a message, and before the arguments of a call."""
 MAX_SPACE = 256
 """Maximum characters of white space that are withheld: before a call, or at the end of reasoning, they are dropped."""
 

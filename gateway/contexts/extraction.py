@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from gateway.contexts.received_files import ReceivedFile, ReceivedFiles
@@ -12,7 +13,7 @@ from longleaf.documents.collection import Collection, SourceFile, files_of
 from longleaf.documents.extraction_process import ExtractionProcess, FileSection, LeftOut, extract
 from longleaf.documents.limits import ExtractionLimits
 from longleaf.documents.text_budget import TextBudget
-from longleaf.errors import InvalidArgument, StartError
+from longleaf.errors import InvalidArgument, Unavailable
 from longleaf.formatting import human_number
 
 UPLOAD_SECONDS = 300.0
@@ -120,7 +121,9 @@ async def _extract_in_thread(
         await asyncio.wait([work])
     except asyncio.CancelledError:
         run.cancel()
-        await asyncio.wait([work])
+        while not work.done():
+            with suppress(asyncio.CancelledError):  # a second one, of a client that leaves at the time limit
+                await asyncio.wait([work])
         if not work.cancelled():
             work.exception()  # otherwise asyncio logs it
         raise
@@ -150,7 +153,8 @@ def _extract(
                 on_section=run.report,
             )
     except OSError as error:
-        raise StartError(f"a file cannot be extracted: {error.strerror}") from None
+        log.error("a file cannot be copied or its extraction cannot be started: %s", error.strerror)
+        raise Unavailable("the gateway cannot extract the files: try again later") from None
     if "filter" not in extracted.confined_by:
         log.warning(UNFILTERED)
     found.files += [SourceFile(file.name, sections=file.sections) for file in files_of(extracted)]

@@ -76,7 +76,13 @@ async def upload_files(
         slot = stack.enter_context(slots.slot(caller_of(request), peer_of(request)))
         try:
             files = stack.enter_context(closing(ReceivedFiles()))
-            await _receive(request, slot, files, media_type, encoding, options)
+            body = _limited(request, slot)
+            if media_type == FORM:
+                await receive_form(request.headers["content-type"], body, files, slots.parsing)
+            else:
+                await _receive_file(body, files, media_type, encoding, options)
+            if not len(files):
+                raise HttpProblem(400, "body: the form has no file", param="body", code="invalid_value")
             for each in files:
                 await asyncio.to_thread(_check_kind, files, each, options.plain_text)
         except OSError as error:
@@ -208,16 +214,10 @@ class _NoPieces:
         """Does nothing."""
 
 
-async def _receive(
-    request: Request, slot: UploadSlot, files: ReceivedFiles, media_type: str, encoding: str, options: FileOptions
+async def _receive_file(
+    body: AsyncIterator[bytes], files: ReceivedFiles, media_type: str, encoding: str, options: FileOptions
 ) -> None:
-    """Writes the body, or the files of a form, to disk."""
-    body = _limited(request, slot)
-    if media_type == FORM:
-        await receive_form(request.headers["content-type"], body, files)
-        if not len(files):
-            raise HttpProblem(400, "body: the form has no file", param="body", code="invalid_value")
-        return
+    """Writes the body, which is one file, to disk."""
     async for part in body:
         await files.write(part)
     if not files.num_bytes:

@@ -1,4 +1,4 @@
-"""Bodies of uploads on disk: one temporary file for each upload, whatever the number of its files.
+"""Bodies of uploads on disk: one temporary file for each upload, for any number of its files.
 
 A form needs neither a descriptor nor memory for each of its files, so that a few uploads exhaust neither.
 """
@@ -26,6 +26,8 @@ MAX_FIELDS = 16
 """Fields of a form that are not files."""
 UTF8 = frozenset(("", "utf-8", "utf8", "us-ascii", "ascii"))
 """Charsets that need no conversion."""
+COPIED_BYTES = 1 << 20
+"""Bytes of a file in memory while it is copied."""
 MAX_NAME = 512
 """Characters of a file name; the rest is cut off."""
 
@@ -47,7 +49,7 @@ class ReceivedFiles:
     """The files of an upload, in a temporary file. To be closed."""
 
     def __init__(self) -> None:
-        self._file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115, `close` closes it
+        self._file = _temporary_file()
         self._files = list[ReceivedFile]()
         self._num_bytes = 0
 
@@ -64,10 +66,9 @@ class ReceivedFiles:
 
     async def write(self, data: bytes) -> None:
         """Appends bytes of the next file. Raises OSError."""
-        if not data:
-            return
-        self._num_bytes += len(data)
-        await asyncio.to_thread(self._write, data)
+        if data:
+            self._num_bytes += len(data)
+            await asyncio.to_thread(_write_all, self._file, data)
 
     def add(self, file: ReceivedFile) -> None:
         """Adds a file whose bytes are on disk."""
@@ -79,37 +80,49 @@ class ReceivedFiles:
 
     @contextmanager
     def opened(self, file: ReceivedFile) -> Generator[BinaryIO]:
-        """A file object with the file's bytes alone, at its beginning; one of several files is copied. Raises
+        """A file object at its beginning that has only the bytes of the file; one of several files is copied. Raises
         OSError."""
         if file.num_bytes == self._num_bytes:
             self._file.seek(0)
             yield self._file
             return
-        with tempfile.TemporaryFile() as copy:
+        with _temporary_file() as copy:
             position, end = file.start, file.start + file.num_bytes
             while position < end:
-                num_sent = os.sendfile(copy.fileno(), self._file.fileno(), position, end - position)
-                if not num_sent:
-                    raise OSError(0, "the received files are incomplete")
-                position += num_sent
+                data = os.pread(self._file.fileno(), min(COPIED_BYTES, end - position), position)
+                _write_all(copy, data)
+                position += len(data)
             copy.seek(0)
-            yield cast(BinaryIO, copy)
+            yield copy
 
     def close(self) -> None:
         """Frees the disk. Idempotent."""
         self._file.close()
 
-    def _write(self, data: bytes) -> None:
-        self._file.write(data)
-        self._file.flush()  # the other accesses are by descriptor
+
+def _temporary_file() -> BinaryIO:
+    """Without a buffer, because the extraction reads by the descriptor, and because closing a file with buffered bytes
+    on a full disk raises a second error."""
+    return cast(BinaryIO, tempfile.TemporaryFile(buffering=0))
 
 
-async def receive_form(header: str, body: AsyncIterable[bytes], files: ReceivedFiles) -> None:
+def _write_all(file: BinaryIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+async def receive_form(header: str, body: AsyncIterable[bytes], files: ReceivedFiles, parsing: asyncio.Lock) -> None:
     """Writes the files of a form, whose Content-Type is `header`, to disk; its other fields are ignored. Raises
-    HttpProblem for a form that is invalid or has too many parts, and OSError."""
+    HttpProblem for a form that is invalid or has too many parts, and OSError.
+
+    A part of the body is parsed while `parsing` is held, and in a thread: bytes that resemble a boundary are slow to
+    parse, and the threads of many forms would delay the event loop."""
     parser = _FormParser(header)
     async for part in body:
-        await files.write(parser.parsed(part))
+        async with parsing:
+            data = await asyncio.to_thread(parser.parsed, part)
+        await files.write(data)
     for file in parser.files():
         files.add(file)
 

@@ -36,7 +36,8 @@ class Fork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 CONTEXT_FIELDS = (
-    "tokens kv_bytes storage_bytes created updated used expires display_name pinned state hits exact exactness_note"
+    "tokens kv_bytes storage_bytes created updated used expires display_name pinned state hits exact exactness_note "
+    "dequantization"
 )
 
 

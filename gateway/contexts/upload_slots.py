@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Literal
 
-from gateway.errors import HttpProblem, unavailable
+from gateway.errors import HttpProblem, busy
 from longleaf.documents.limits import LIMITS, ExtractionLimits
 
 MAX_UPLOADS = 256
@@ -25,7 +25,7 @@ MAX_TEXTS_PER_CALLER = 2
 MAX_TEXTS_PER_ADDRESS = 6
 """Limit for one address with several credentials, which may be made up if the service requires none."""
 Stage = Literal["receiving", "waiting", "extracting", "extracted"]
-BUSY = "the gateway is receiving as many documents as it can: try again later"
+FULL = "it is receiving as many documents as it can"
 
 
 class UploadSlots:
@@ -33,6 +33,8 @@ class UploadSlots:
 
     def __init__(self, limits: ExtractionLimits = LIMITS) -> None:
         self.limits = limits
+        self.parsing = asyncio.Lock()
+        """Held while a part of a form is parsed."""
         self._open = dict["UploadSlot", None]()
         """In the order of their start."""
 
@@ -41,7 +43,7 @@ class UploadSlots:
         """A slot for one upload of a caller at an address. Raises HttpProblem if none is free."""
         slot = UploadSlot(self, caller, address)
         if sum(each.caller == caller for each in self._open) >= MAX_UPLOADS_PER_CALLER:
-            raise unavailable(f"{MAX_UPLOADS_PER_CALLER} uploads of files are running: try again later")
+            raise busy(f"{MAX_UPLOADS_PER_CALLER} uploads of files are running for this caller, which is the limit")
         self._make_room(slot, 1, MAX_UPLOADS, lambda _: 1)
         self._open[slot] = None
         try:
@@ -87,10 +89,10 @@ class UploadSlots:
             others = [each for each in self._open if each is not slot and each.stage in ("receiving", "waiting")]
             largest = max(others, key=lambda each: (of_address(each), of_caller(each), size(each)), default=None)
             if largest is None:
-                raise unavailable(BUSY)
+                raise busy(FULL)
             total = of_caller if largest.address == slot.address else of_address
             if total(largest) <= total(slot) + more:
-                raise unavailable(BUSY)
+                raise busy(FULL)
             self._open.pop(largest)
             largest.evict()
 
@@ -115,7 +117,7 @@ class UploadSlot:
         if self.num_bytes + num_bytes > limit:
             raise HttpProblem(413, f"the body has more than {limit:,} bytes")
         if self._is_evicted:
-            raise unavailable(BUSY)
+            raise busy(FULL)
         self._slots.check_bytes(self, num_bytes)
         self.num_bytes += num_bytes
 
@@ -123,13 +125,13 @@ class UploadSlot:
     def waiting_until(self, end: float | None) -> Generator[asyncio.Timeout, None, None]:
         """The timeout for a wait, to be entered. Raises HttpProblem, not TimeoutError, if the upload is evicted."""
         if self._is_evicted:
-            raise unavailable(BUSY)
+            raise busy(FULL)
         self._timeout = asyncio.timeout_at(end)
         try:
             yield self._timeout
         except TimeoutError:
             if self._is_evicted:
-                raise unavailable(BUSY) from None
+                raise busy(FULL) from None
             raise
         finally:
             self._timeout = None

@@ -199,9 +199,11 @@ async def _whole(
 
 
 def exactness_of(ends: list[Finished]) -> dict[str, Any]:
-    """Whether all samples are exact, and otherwise the reason."""
+    """Whether all samples are exact, and otherwise the reason. For quantized weights, how they are computed."""
     note = next((end.exactness_note for end in ends if not end.is_exact), None)
-    return {"exact": True} if note is None else {"exact": False, "exactness_note": note}
+    fields: dict[str, Any] = {"exact": True} if note is None else {"exact": False, "exactness_note": note}
+    dequantization = next((end.dequantization for end in ends), "")
+    return fields | ({"dequantization": dequantization} if dequantization else {})
 
 
 def usage_of(ends: list[Finished]) -> dict[str, Any]:

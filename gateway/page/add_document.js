@@ -25,7 +25,7 @@ const chosen = new Store([]);
 
 /** Files and folders are appended to the document `end`; without it, each becomes a new document. */
 async function choose(files, end) {
-  const taken = new Set([...contexts.ids, ...uploads.store.value.map(({ what }) => what.id)]);
+  const taken = new Set([...contexts.ids, ...uploads.ids]);
   const rows = [];
   for (const file of files) {
     const id = end?.id ?? freeName(nameOf(file.name), taken);

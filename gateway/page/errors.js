@@ -36,6 +36,7 @@ const CODES = {
   data_loss: 410,
   not_finite: 410,
   bad_gateway: 502,
+  gateway_busy: 503,
   unavailable: 503,
 };
 const TYPES = {
@@ -91,11 +92,19 @@ const SENTENCES = {
   429: (error) =>
     error.retryAfter === null
       ? `There is not enough space: ${bare(error)} Delete documents, or wait until some expire.`
-      : `The service is busy. Try again in ${duration(Math.max(1, error.retryAfter))}.`,
+      : `The service is busy. ${tryAgain(error)}`,
   502: unavailable,
-  503: unavailable,
+  503: (error) => (error.code === "gateway_busy" ? busy(error) : unavailable(error)),
   504: () => "The time limit was exceeded. Try again when the load is lower.",
 };
+
+/** The gateway has no room now, and the service may be well. */
+function busy(error) {
+  const reason = messageOf(error);
+  return `${reason[0].toUpperCase()}${reason.slice(1)} ${tryAgain(error)}`;
+}
+
+const tryAgain = ({ retryAfter }) => `Try again in ${retryAfter === null ? "a moment" : duration(Math.max(1, retryAfter))}.`;
 
 function unavailable(error) {
   if (/does not answer|cannot be reached/.test(error.message)) return "The service cannot be reached. Try again in a moment.";

@@ -112,10 +112,14 @@ export function bodyOf(source) {
 const RULE = /^[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?$/;
 const LONGEST = 63;
 
+const SUFFIX = /\.(txt|text|md|markdown|rst|x?html?|xml|csv|json|log|tex|srt|pdf|docx|docm|pptx|pptm|epub|ipynb|zip|whl|tgz|tbz2|txz|tar(\.(gz|bz2|xz))?)$/i;
+
+/** The name of a file without the suffix of a document; "Notes.2024" has none. */
+export const stemOf = (file) => file.replace(SUFFIX, "");
+
 /** "Moby Dick (1851).txt" is moby-dick-1851. */
 export function nameOf(file) {
-  const plain = file
-    .replace(/\.(txt|text|md|markdown|rst|x?html?|xml|csv|json|log|tex|srt|pdf|docx|docm|pptx|pptm|epub|ipynb|zip|whl|tgz|tbz2|txz|tar(\.(gz|bz2|xz))?)$/i, "")
+  const plain = stemOf(file)
     .replaceAll("ß", "ss")
     .normalize("NFKD")
     .replace(/\p{M}/gu, "")
@@ -124,10 +128,12 @@ export function nameOf(file) {
   return trim(plain.slice(0, LONGEST)) || "document";
 }
 
-/** The name, or the name with the lowest unused number. */
+/** The name, or the name with the lowest unused number. A number at its end, such as a year, is kept, unless it may be
+ * that of an earlier proposal. */
 export function freeName(name, taken) {
   if (!taken.has(name)) return name;
-  const stem = name.replace(/-\d{1,4}$/, "") || name;
+  const [, numbered] = name.match(/^(.+)-\d{1,3}$/) ?? [];
+  const stem = taken.has(numbered) ? numbered : name;
   for (let number = 2; ; number += 1) {
     const next = `${trim(stem.slice(0, LONGEST - 6))}-${number}`;
     if (!taken.has(next)) return next;

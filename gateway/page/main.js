@@ -80,7 +80,8 @@ function Empty() {
   return html`<div class="empty">
   <h1>Add your first document</h1>
   <ol>
-    <li><b>Add a plain text file</b> with the button, or drop it on this page. ${longestDocument()}</li>
+    <li><b>Add a file or a folder</b> with the buttons, or drop it on this page: text, PDF, Word, PowerPoint, HTML, EPUB,
+      notebooks and archives. ${longestDocument()}</li>
     <li><b>Wait until it is read.</b> This happens once.</li>
     <li><b>Ask questions.</b> Every answer uses the whole document.</li>
   </ol>

@@ -16,7 +16,8 @@ const NOTHING = { received: 0, receivedTokens: 0, processed: 0, total: 0, rate: 
  * `type`, or a folder, is sent whole, and the gateway extracts its text.
  *
  * Its `store` has the phase: "queued", "sending", "extracting" (and `place`), "reading", "recovering", "waiting" (and `until`), "file" (choose it
- * again), "failed" (and `error`), "stopping", "done" (and `context`); `leftOut` with the reasons for files without text; and the numbers of NOTHING. */
+ * again), "failed" (and `error`), "stopping", "done" (and `context`); `leftOut` with files without text and the reasons, and `numUnlisted`, the number of
+ * further ones; and the numbers of NOTHING. */
 export class Upload {
   #abort = new AbortController();
   #offset = null;
@@ -27,7 +28,7 @@ export class Upload {
     this.what = what;
     if (isNew) this.#offset = 0;
     this.file = file;
-    this.store = new Store({ phase: "queued", error: null, until: null, context: null, place: "", leftOut: [], ...NOTHING });
+    this.store = new Store({ phase: "queued", error: null, until: null, context: null, place: "", leftOut: [], numUnlisted: 0, ...NOTHING });
     /** Resolves when the next upload may start: all bytes were sent, or this one needs the user. */
     this.sent = new Promise((resolve) => (this.#sent = resolve));
   }
@@ -102,10 +103,11 @@ export class Upload {
     throw new Unreachable("the stream ended");
   }
 
-  #extract({ file, place, left_out = [] }) {
+  #extract({ file, place, left_out = [], left_out_count = 0 }) {
     const name = [file, place].filter(Boolean).join(", ");
     const leftOut = left_out.map((each) => `${each.file} ${each.reason}`);
-    this.store.patch({ phase: "extracting", received: this.what.size, place: name, ...(leftOut.length ? { leftOut } : {}) });
+    const numUnlisted = Math.max(0, left_out_count - leftOut.length);
+    this.store.patch({ phase: "extracting", received: this.what.size, place: name, ...(leftOut.length ? { leftOut, numUnlisted } : {}) });
   }
 
   async #look(signal) {

@@ -1,4 +1,4 @@
-// The progress of uploads: sent and read parts, rates, remaining times, and actions for interrupted ones.
+// The progress of uploads: sent and read parts, rates, remaining times, left out files, and actions for interrupted ones.
 import { useNow } from "./clock.js";
 import { contexts } from "./contexts.js";
 import { isFinal, Refusal, sentence } from "./errors.js";
@@ -9,11 +9,13 @@ import { useStore } from "./store.js";
 import { allTokens, timeLeft } from "./upload.js";
 import { uploads } from "./uploads.js";
 
+const MOST_OPEN = 5;
+
 export function UploadProgress() {
   const list = useStore(uploads.store);
   if (!list.length) return null;
   return html`<section class="on-their-way" aria-labelledby="sending-title">
-    <h2 id="sending-title">Uploading</h2>
+    <h2 id="sending-title">Uploads</h2>
     <ul class="sending">${list.map((upload) => html`<${OneUpload} key=${upload.what.uploadId} upload=${upload} />`)}</ul>
   </section>`;
 }
@@ -24,21 +26,28 @@ function OneUpload({ upload }) {
   return html`<li class="card">
     <p class="line"><span><b>${what.title}</b>${what.append && html` <span class="quiet">appended to ${what.id}</span>`}</span>
       <${DropButton} ...${{ upload, state }} /></p>
-    <${Bar} ...${{ what, state }} />
-    <${Numbers} ...${{ what, state }} />
+    ${state.phase === "done" ? html`<p class="quiet">The document is ready.</p>` : html`<${Bar} ...${{ what, state }} /><${Numbers} ...${{ what, state }} />`}
     ${isAllThere(state) && html`<p class="quiet">The upload is complete. Processing continues if you close this page.</p>`}
-    ${state.leftOut.length > 0 && html`<p class="quiet">Left out: ${state.leftOut.slice(0, 5).join("; ")}${state.leftOut.length > 5 && html` and ${state.leftOut.length - 5} more`}</p>`}
+    ${state.leftOut.length > 0 && html`<${LeftOut} state=${state} />`}
     ${state.phase === "waiting" && html`<${Waiting} state=${state} />`}
     ${state.phase === "file" && html`<${ChooseAgain} ...${{ upload, state }} />`}
     ${state.phase === "failed" && html`<${Failed} ...${{ upload, state }} />`}
   </li>`;
 }
 
+/** The list of files without text, which is open if it is short. */
+function LeftOut({ state: { leftOut, numUnlisted } }) {
+  return html`<details open=${leftOut.length <= MOST_OPEN}>
+    <summary>Left out</summary>
+    <ul>${leftOut.map((each, index) => html`<li key=${index}>${each}</li>`)}${numUnlisted > 0 && html`<li>and ${count(numUnlisted)} more</li>`}</ul>
+  </details>`;
+}
+
 /** Whether the service has all bytes, and continues without the page. */
 const isAllThere = ({ phase }) => phase === "reading" || phase === "recovering";
 
 function DropButton({ upload, state }) {
-  const isOver = state.phase === "failed";
+  const isOver = state.phase === "failed" || state.phase === "done";
   const word = isOver ? "Dismiss" : "Stop";
   return html`<button class="plain" aria-label="${word} ${upload.what.title}" disabled=${state.phase === "stopping"}
     onClick=${() => (isOver ? uploads.drop(upload) : uploads.cancel(upload))}>${word}</button>`;

@@ -1,7 +1,9 @@
-// All uploads of this tab. One sends at a time. Their data survives a reload in sessionStorage.
+// All uploads of this tab. One sends at a time. Their data survives a reload in sessionStorage. Those that left out files
+// stay until they are dismissed.
 import { say } from "./announcer.js";
 import { endUpload } from "./api.js";
 import { contexts } from "./contexts.js";
+import { stemOf } from "./files.js";
 import { open, opened } from "./route.js";
 import { Store } from "./store.js";
 import { Upload } from "./upload.js";
@@ -11,6 +13,11 @@ const KEPT = "longleaf.uploads";
 class Uploads {
   store = new Store([]);
   #line = Promise.resolve();
+
+  /** The names of the documents that are being uploaded. */
+  get ids() {
+    return this.store.value.filter(({ store }) => store.value.phase !== "done").map(({ what }) => what.id);
+  }
 
   /** Adds uploads of files with their chosen names: [{file, name, size, type, id, append}]. */
   add(wanted) {
@@ -77,13 +84,14 @@ class Uploads {
   #watch(upload) {
     let quarter = 0;
     const { fileName } = upload.what;
-    const unfollow = upload.store.follow(({ phase, context, processed, total }) => {
+    const unfollow = upload.store.follow(({ phase, context, leftOut, processed, total }) => {
       if (phase === "done") {
         unfollow();
-        say(`${fileName} is ready.`);
+        say(`${fileName} is ready.${leftOut.length ? " Some files were left out: the list of uploads names them." : ""}`);
         contexts.put(context.id, context);
         if (!opened.value) open(context.id);
-        this.drop(upload);
+        if (leftOut.length) this.#keep();
+        else this.drop(upload);
       } else if (phase === "failed") this.#keep();
       else if (phase === "file") say(`Choose ${fileName} again to continue.`);
       else if (total && Math.floor((4 * processed) / total) > quarter) {
@@ -95,7 +103,7 @@ class Uploads {
 
   #keep() {
     try {
-      const going = this.store.value.filter(({ store }) => store.value.phase !== "failed" || mayGoOn(store.value.error));
+      const going = this.store.value.filter(({ store: { value: { phase, error } } }) => phase !== "done" && (phase !== "failed" || mayGoOn(error)));
       sessionStorage.setItem(KEPT, JSON.stringify(going.map(({ what }) => what)));
     } catch {
       // storage may be forbidden: uploads then do not survive a reload
@@ -117,6 +125,6 @@ const mayGoOn = ({ status }) => status === 401;
 // crypto.randomUUID is only there in secure contexts, which plain HTTP in a local network is not
 const randomId = () => [...crypto.getRandomValues(new Uint8Array(16))].map((each) => each.toString(16).padStart(2, "0")).join("");
 
-const titleOf = (fileName) => fileName.replace(/\.[a-z0-9]{1,8}$/i, "").slice(0, 200);
+const titleOf = (fileName) => stemOf(fileName).slice(0, 200);
 
 export const uploads = new Uploads();

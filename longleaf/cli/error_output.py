@@ -1,7 +1,15 @@
 """Messages and exit codes of errors on the command line."""
 
 from longleaf.cli.options import message_of
-from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted, Unavailable
+from longleaf.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InvalidArgument,
+    LongleafError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from longleaf.options import flag_names, parts_of, with_flag_names
 from longleaf.service_settings import SecurityConfig, ServiceConfig, TelemetryConfig
 
@@ -56,6 +64,9 @@ def describe(error: LongleafError) -> str:
     """The error message, with command-line options instead of field names."""
     if isinstance(error, NotFound) and (context := error.name.removeprefix(CONTEXTS)) != error.name:
         return f"there is no context named {context}; `longleaf contexts list` lists all contexts"
+    if isinstance(error, AlreadyExists) and (context := error.name.removeprefix(CONTEXTS)) != error.name:
+        advice = f"append to it (`longleaf ingest --append`), delete it (`longleaf contexts delete {context}`)"
+        return f"there is already a context named {context}: {advice}, or use another name"
     if not isinstance(error, InvalidArgument):
         return message_of(error)
     settings = flag_names(*parts_of(ServiceConfig).values())

@@ -153,6 +153,7 @@ def print_events(answer: Iterable[Event], num_samples: int) -> None:
             case Finished():
                 fields = {"finish_reason": event.reason, "usage": event.usage, "is_exact": event.is_exact}
                 fields |= {} if event.is_exact else {"exactness_note": event.exactness_note}
+                fields |= {"dequantization": event.dequantization} if event.dequantization else {}
                 fields |= {"attribution": event.attribution} if event.attribution else {}
                 num_open -= 1
             case _:

@@ -31,7 +31,7 @@ from longleaf.model_report import (
     describe_layouts,
 )
 from longleaf.runs import join
-from longleaf.topology import count_ranks
+from longleaf.topology import count_ranks, describe_lost
 from longleaf.types import Cluster
 
 REFUSED = 2
@@ -61,6 +61,10 @@ def check(
             help="Plan for all weights on each rank, or for an equal part; auto: for those that `serve` chooses here."
         ),
     ] = _DEFAULTS.weights,
+    spare_ranks: Annotated[
+        int,
+        typer.Option(help="With sharded weights: number of lost ranks for whose weights the others have room."),
+    ] = _DEFAULTS.spare_ranks,
     kv_bytes: Annotated[
         int | None,
         typer.Option(
@@ -117,6 +121,7 @@ def check(
         model=str(found.folder),
         world_size=world_size,
         weights=weights,
+        spare_ranks=spare_ranks,
         kv_bytes=kv_bytes,
         window_keys="replicated" if window_bytes is not None else "sharded",
         window_bytes=window_bytes,
@@ -210,6 +215,8 @@ def show(found: ModelReport, *, is_running: bool) -> None:
     sizes.add_row("weights", f"{human_bytes(attention.weight_bytes)} on each rank{read}")
     if attention.share_bytes or attention.share_note:
         sizes.add_row("", describe_shares(attention))
+    if attention.share_bytes and attention.spare_ranks:
+        sizes.add_row("", describe_spare(attention))
     if attention.exchanges is not None:
         sizes.add_row("exchanges", describe_exchanges(attention.exchanges))
     for number, plan in enumerate(found.plans):
@@ -230,6 +237,13 @@ def describe_shares(attention: AttentionReport) -> str:
     largest, ranks = human_bytes(max(attention.share_bytes)), count_ranks(len(attention.share_bytes))
     planned = ", as planned here" if attention.weights == "sharded" else ""
     return f"at most {largest} on each of {ranks}, with --weights sharded{planned}"
+
+
+def describe_spare(attention: AttentionReport) -> str:
+    """The room of a rank for sharded weights of lost ranks."""
+    is_planned = attention.weights == "sharded"
+    effect = "not used for keys and values" if is_planned else "with --weights sharded"
+    return f"{human_bytes(attention.spare_bytes)} more for {describe_lost(attention.spare_ranks)}, {effect}"
 
 
 def describe_exchanges(found: ExchangeReport) -> str:

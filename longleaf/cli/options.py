@@ -135,6 +135,11 @@ def print_json(value: object) -> None:
     print(msgspec.json.encode(value).decode(), flush=True)
 
 
+NO_REASON = "the service gives no reason"
+
+
 def exactness_line(found: Finished | Cluster) -> str:
-    """Whether answers are exact, and the reason if they are not."""
-    return "exact" if found.is_exact else f"not exact ({found.exactness_note or 'the service gives no reason'})"
+    """Whether answers are exact, and the reason if they are not. For quantized weights, how they are computed."""
+    verdict, reason = ("exact", "") if found.is_exact else ("not exact", found.exactness_note or NO_REASON)
+    notes = "; ".join(filter(None, (reason, found.dequantization)))
+    return f"{verdict} ({notes})" if notes else verdict

@@ -4,11 +4,12 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from longleaf.errors import InvalidArgument
-from longleaf.formatting import printable
+from longleaf.formatting import human_count, human_list, printable
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -27,6 +28,8 @@ MAX_PATTERNS = 2_000
 """Patterns of all .gitignore files that apply to a folder: each name is compared with all of them."""
 MAX_PATTERN = 1_000
 """Characters of a pattern."""
+MAX_LINES = 5
+"""Lines with invalid patterns that a remark names."""
 _STARS = re.compile(r"\*+")
 
 
@@ -101,10 +104,6 @@ def _has_many_stars(pattern: str) -> bool:
     return sum(names) > MAX_WILDCARDS or max(names) > MAX_WILDCARDS_OF_NAME
 
 
-def _patterns(number: int) -> str:
-    return "1 pattern" if number == 1 else f"{number:,} patterns"
-
-
 def _rules_in(folder: Path, inside: str, max_patterns: int) -> "tuple[list[tuple[str, GitIgnoreSpec]], list[str]]":
     """The rules of the folder, with the path to which they are relative, and remarks about patterns left out."""
     from pathspec import GitIgnoreSpec
@@ -117,23 +116,34 @@ def _rules_in(folder: Path, inside: str, max_patterns: int) -> "tuple[list[tuple
             lines = content.read(MAX_IGNORE_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return [], []
-    lines = [line for line in lines if line.strip() and not line.startswith("#")]
-    short = [line for line in lines if len(line) <= MAX_PATTERN]
-    used = [line for line in short if not _has_many_stars(line)]
+    given = {i: line for i, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")}
+    short = {i: line for i, line in given.items() if len(line) <= MAX_PATTERN}
+    used = {i: line for i, line in short.items() if not _has_many_stars(line)}
     remarks = list[str]()
     if num_refused := len(short) - len(used):
-        remark = f"has {_patterns(num_refused)} with too many stars, not applied: the limit is {MAX_WILDCARDS_OF_NAME} "
-        remarks.append(f"{remark}between slashes, and {MAX_WILDCARDS} in all")
-    if num_long := len(lines) - len(short):
-        remarks.append(f"has {_patterns(num_long)} with more than {MAX_PATTERN:,} characters, not applied")
+        remark = f"has {human_count(num_refused, 'pattern')} with too many stars, not applied: the limit is "
+        remarks.append(f"{remark}{MAX_WILDCARDS_OF_NAME} between slashes, and {MAX_WILDCARDS} in all")
+    if num_long := len(given) - len(short):
+        remarks.append(f"has {human_count(num_long, 'pattern')} with more than {MAX_PATTERN:,} characters, not applied")
     if len(used) > max_patterns:
-        remark = f"has {_patterns(len(used) - max_patterns)} too many, not applied: the limit is {MAX_PATTERNS:,}, "
-        remarks.append(f"{remark}which includes those of the folders above")
-        used = used[:max_patterns]
+        remark = f"has {human_count(len(used) - max_patterns, 'pattern')} too many, not applied: the limit is "
+        remarks.append(f"{remark}{MAX_PATTERNS:,}, which includes those of the folders above")
+        used = dict(islice(used.items(), max_patterns))
+    valid = {i: line for i, line in used.items() if _is_valid(line)}
+    if invalid := sorted(used.keys() - valid.keys()):
+        places = human_list([f"line {i:,}" for i in invalid], MAX_LINES)
+        remarks.append(f"has {human_count(len(invalid), 'invalid pattern')}, not applied: {places}")
+    return [(inside, GitIgnoreSpec.from_lines(valid.values()))], remarks
+
+
+def _is_valid(pattern: str) -> bool:
+    from pathspec import GitIgnoreSpec
+
     try:
-        return [(inside, GitIgnoreSpec.from_lines(used))], remarks
-    except ValueError as error:
-        raise InvalidArgument(printable(str(file)), f"has an invalid pattern: {printable(str(error))[:200]}") from None
+        GitIgnoreSpec.from_lines([pattern])
+    except (ValueError, re.error):  # the second one for ranges such as [z-a]
+        return False
+    return True
 
 
 def _refused(entry: "os.DirEntry[str]", relative: str, rules: "list[tuple[str, GitIgnoreSpec]]") -> str:

@@ -112,6 +112,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Number of parts of the weights, if they are sharded; 0: the member holds all weights."""
     exactness_note: str = ""
     """Reason why the member could not compare the model with plain attention; empty if it did, or was not asked to."""
+    dequantization: str = ""
+    """The stored layout and the computed type of quantized weights; empty if they are not quantized."""
 
 
 class SegmentLayout(msgspec.Struct, frozen=True, array_like=True):

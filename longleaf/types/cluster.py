@@ -165,6 +165,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """Whether answers are exact; see Finished."""
     exactness_note: str = ""
     """Reason why answers are not exact; empty if they are."""
+    dequantization: str = ""
+    """The stored layout and the computed type of quantized weights; see Finished."""
     window_keys: str = "sharded"
     """Placement of the keys of sliding-window layers: sharded like all others, or replicated on every rank."""
     window_tokens: int = 0

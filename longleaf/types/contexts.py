@@ -75,6 +75,8 @@ class Context(msgspec.Struct, frozen=True):
     """Number of requests."""
     exactness_note: str = ""
     """Reason why the keys and values are not exact; empty if they are."""
+    dequantization: str = ""
+    """The stored layout and the computed type of quantized weights; see Finished."""
 
 
 class ContextSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -144,6 +144,8 @@ class Started(msgspec.Struct, frozen=True):
     """Whether the answer will be exact; see Finished."""
     exactness_note: str = ""
     """Reason why it will not be exact; empty if it will."""
+    dequantization: str = ""
+    """The stored layout and the computed type of quantized weights; see Finished."""
     warnings: tuple[str, ...] = ()
     """Restrictions of this answer, such as tool calls in an unknown format."""
 
@@ -202,6 +204,9 @@ class Finished(msgspec.Struct, frozen=True):
     """Attribution of the tokens of all Deltas, if requested."""
     exactness_note: str = ""
     """Reason why the answer is not exact, such as "not verified"; empty if it is."""
+    dequantization: str = ""
+    """The stored layout and the computed type of quantized weights, such as "fp8 128x128 checkpoint, computed in
+    bfloat16": exact then means equal to the model with the dequantized weights. Empty if they are not quantized."""
 
 
 Event = Started | Progress | Recovering | Delta | Finished

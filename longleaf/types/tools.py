@@ -12,7 +12,7 @@ MAX_TOOLS = 128
 MAX_TOOL_BYTES = 1 << 20
 """Maximum bytes of all tools of a request, as JSON."""
 MAX_DEPTH = 64
-"""Maximum nesting of the definition of a tool, and of the arguments of a call in a conversation."""
+"""Maximum nesting of a tool definition and of arguments in a conversation."""
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 TOOL_NAME_RULE = "must be 1 to 128 characters of a-z, A-Z, 0-9, '_', '.', '-'"
 

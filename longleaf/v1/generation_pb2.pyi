@@ -155,7 +155,7 @@ class Timings(_message.Message):
     def __init__(self, queue_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., first_token_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("prompt_token_count", "cached_token_count", "queue_position", "request_id", "beyond_trained_length", "exact", "exactness_note", "warnings")
+    __slots__ = ("prompt_token_count", "cached_token_count", "queue_position", "request_id", "beyond_trained_length", "exact", "exactness_note", "dequantization", "warnings")
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -163,6 +163,7 @@ class Started(_message.Message):
     BEYOND_TRAINED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
     EXACTNESS_NOTE_FIELD_NUMBER: _ClassVar[int]
+    DEQUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     prompt_token_count: int
     cached_token_count: int
@@ -171,8 +172,9 @@ class Started(_message.Message):
     beyond_trained_length: bool
     exact: bool
     exactness_note: str
+    dequantization: str
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, prompt_token_count: _Optional[int] = ..., cached_token_count: _Optional[int] = ..., queue_position: _Optional[int] = ..., request_id: _Optional[str] = ..., beyond_trained_length: _Optional[bool] = ..., exact: _Optional[bool] = ..., exactness_note: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, prompt_token_count: _Optional[int] = ..., cached_token_count: _Optional[int] = ..., queue_position: _Optional[int] = ..., request_id: _Optional[str] = ..., beyond_trained_length: _Optional[bool] = ..., exact: _Optional[bool] = ..., exactness_note: _Optional[str] = ..., dequantization: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("processed_token_count", "total_token_count")
@@ -311,7 +313,7 @@ class Delta(_message.Message):
     def __init__(self, token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., sample_index: _Optional[int] = ..., attribution: _Optional[_Union[Attribution, _Mapping]] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("finish_reason", "matched_stop", "usage", "timings", "sample_index", "exact", "exactness_note", "attribution")
+    __slots__ = ("finish_reason", "matched_stop", "usage", "timings", "sample_index", "exact", "exactness_note", "dequantization", "attribution")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -319,6 +321,7 @@ class Finished(_message.Message):
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
     EXACTNESS_NOTE_FIELD_NUMBER: _ClassVar[int]
+    DEQUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     ATTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
     matched_stop: str
@@ -327,5 +330,6 @@ class Finished(_message.Message):
     sample_index: int
     exact: bool
     exactness_note: str
+    dequantization: str
     attribution: Attribution
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., sample_index: _Optional[int] = ..., exact: _Optional[bool] = ..., exactness_note: _Optional[str] = ..., attribution: _Optional[_Union[Attribution, _Mapping]] = ...) -> None: ...
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., sample_index: _Optional[int] = ..., exact: _Optional[bool] = ..., exactness_note: _Optional[str] = ..., dequantization: _Optional[str] = ..., attribution: _Optional[_Union[Attribution, _Mapping]] = ...) -> None: ...

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import psutil
 
+from longleaf.config import EngineConfig
 from longleaf.errors import Unavailable
 from tests.chaos.load import Load, ask_poison
 from tests.chaos.points import (
@@ -31,6 +32,7 @@ from tests.chaos.points import (
     MOVE,
     NOTE,
     PUBLISH,
+    READ,
     RECORDED,
     RESTORE,
     SAVE,
@@ -67,21 +69,32 @@ class Scene(NamedTuple):
     load: Load | None = None
     """Running clients."""
 
+    def num_epochs(self, num_lost: int) -> int:
+        """Minimum number of new epochs after the loss of ranks: one of the others, unless they have no room for all
+        weights and wait for replacements, and one with the replacements."""
+        return num_epochs(self.service.config, num_lost)
+
     @property
     def turn(self) -> int:
         """A fault fires when its point is reached for this (random) time."""
         return self.random.randint(1, 6)
 
 
+def num_epochs(config: EngineConfig, num_lost: int) -> int:
+    """As `Scene.num_epochs`."""
+    return 1 if config.has_shares and num_lost > config.spare_ranks else 2
+
+
 Do = Callable[[Scene], Awaitable[Outcome]]
 
 
-async def kill(scene: Scene, count: int, *, is_first: bool = False) -> Outcome:
-    """Kills ranks at once, including rank 0 if `is_first`."""
+async def kill(scene: Scene, count: int | None = None, *, is_first: bool = False) -> Outcome:
+    """Kills ranks at once, all of them by default, including rank 0 if `is_first`."""
+    count = len(scene.pids) if count is None else count
     victims = scene.pids[:count] if is_first else scene.random.sample(scene.pids, count)
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
-    return Outcome(frozenset(victims), 2)
+    return Outcome(frozenset(victims), scene.num_epochs(count))
 
 
 async def kill_later(scene: Scene) -> Outcome:
@@ -90,29 +103,47 @@ async def kill_later(scene: Scene) -> Outcome:
     os.kill(first, signal.SIGKILL)
     await asyncio.sleep(scene.random.uniform(0.0, MOST_DELAY))
     os.kill(second, signal.SIGKILL)
-    return Outcome(frozenset((first, second)), 2)
+    return Outcome(frozenset((first, second)), scene.num_epochs(2))
+
+
+async def kill_newcomer(scene: Scene, point: str = "") -> Outcome:
+    """Kills a rank, and its replacement at a point, or after a random delay before it has joined."""
+    lost = scene.random.choice(scene.pids)
+    before = scene.service.rank_processes()
+    os.kill(lost, signal.SIGKILL)
+    async with asyncio.timeout(GONE_SECONDS):
+        while not (new := scene.service.rank_processes() - before):  # noqa: ASYNC110, processes send no notification
+            await asyncio.sleep(LOOK_SECONDS / 10)
+        [pid] = new
+        if point:
+            await scene.service.wait_probe(pid)
+            scene.service.arm(pid, Fault(point, "kill"))
+        else:
+            await asyncio.sleep(scene.random.uniform(0.0, MOST_DELAY))
+            os.kill(pid, signal.SIGKILL)
+    return Outcome(frozenset((lost, pid)), scene.num_epochs(1))
 
 
 async def inject(scene: Scene, point: str, act: str, *, is_first: bool = False) -> Outcome:
     """Arms a permanent fault at a point of a random rank, or of rank 0 if `is_first`."""
     pid = scene.pids[0] if is_first else scene.random.choice(scene.pids)
     scene.service.arm(pid, Fault(point, act, scene.turn))
-    return Outcome(frozenset((pid,)), 2)
+    return Outcome(frozenset((pid,)), scene.num_epochs(1))
 
 
-async def inject_during_recovery(scene: Scene, point: str) -> Outcome:
-    """Kills a rank, and another one when it reaches a point during the recovery."""
+async def inject_during_recovery(scene: Scene, point: str, act: str = "kill") -> Outcome:
+    """Kills a rank, and injects a permanent fault into another one when it reaches a point during the recovery."""
     first, second = scene.random.sample(scene.pids, 2)
-    scene.service.arm(second, Fault(point, "kill"))
+    scene.service.arm(second, Fault(point, act))
     os.kill(first, signal.SIGKILL)
-    return Outcome(frozenset((first, second)), 2)
+    return Outcome(frozenset((first, second)), scene.num_epochs(2))
 
 
 async def kill_at_coordinator_point(scene: Scene, point: str) -> Outcome:
     """Kills a rank when the coordinator reaches a point."""
     pid = scene.random.choice(scene.pids)
     scene.service.arm_coordinator(Fault(point, "kill", scene.turn, pid))
-    return Outcome(frozenset((pid,)), 2)
+    return Outcome(frozenset((pid,)), scene.num_epochs(1))
 
 
 async def fail(scene: Scene) -> Outcome:
@@ -134,7 +165,7 @@ async def stop(scene: Scene, seconds: float | None) -> Outcome:
     pid = scene.random.choice(scene.pids)
     os.kill(pid, signal.SIGSTOP)
     if seconds is None:
-        return Outcome(frozenset((pid,)), 2)
+        return Outcome(frozenset((pid,)), scene.num_epochs(1))
     await asyncio.sleep(seconds)
     os.kill(pid, signal.SIGCONT)
     return Outcome()
@@ -150,7 +181,7 @@ async def evict_under_load(scene: Scene, point: str, *, by_coordinator: bool = F
         scene.service.arm(pid, Fault(point, "kill", scene.random.randint(1, 3)))
     async with scene.service.evicting():
         await wait_gone(pid)
-    return Outcome(frozenset((pid,)), 2)
+    return Outcome(frozenset((pid,)), scene.num_epochs(1))
 
 
 async def wait_gone(pid: int) -> None:
@@ -169,7 +200,7 @@ async def remove_storage(scene: Scene) -> Outcome:
         await asyncio.sleep(scene.random.uniform(0.0, MOST_DELAY))
     finally:
         away.rename(folder)
-    return Outcome(frozenset((pid,)), 2)
+    return Outcome(frozenset((pid,)), scene.num_epochs(1))
 
 
 async def restart_service(
@@ -225,7 +256,7 @@ FAULTS: dict[str, Do] = {
     "kill": partial(kill, count=1),
     "kill rank 0": partial(kill, count=1, is_first=True),
     "kill two": partial(kill, count=2),
-    "kill all": partial(kill, count=3),
+    "kill all": kill,
     "kill later": kill_later,
     "kill before a step": partial(inject, point=STEP, act="kill"),
     "kill at half of a run": partial(inject, point=CHUNK, act="kill"),
@@ -239,6 +270,10 @@ FAULTS: dict[str, Do] = {
     "kill again before the layout": partial(inject_during_recovery, point=LAYOUT),
     "kill again at half of a run": partial(inject_during_recovery, point=CHUNK),
     "kill again in a move": partial(inject_during_recovery, point=MOVE),
+    "kill again before weights are read": partial(inject_during_recovery, point=READ),
+    "stop before weights are read": partial(inject_during_recovery, point=READ, act="stop"),
+    "kill the newcomer": kill_newcomer,
+    "kill the newcomer while joining": partial(kill_newcomer, point=JOINING),
     "fail": fail,
     "poison": partial(poison, poison=POISON, num_epochs=2),
     "deadly poison": partial(poison, poison=DEADLY, num_epochs=4),
@@ -274,5 +309,7 @@ FAULTS: dict[str, Do] = {
     "kill everything, and lose files": partial(restart_service, harm=lose_files),
     "kill everything, and lose storage": partial(restart_service, harm=lose_all),
 }
+READING = ("kill again before weights are read", "stop before weights are read")
+"""Faults that need room for the weights of a lost rank: otherwise the remaining ranks read nothing."""
 NO_LOSS = ("stop shortly",)
 """Faults that must not start a new epoch."""

@@ -26,6 +26,7 @@ from tests.chaos.points import (
     JOINING,
     LAYOUT,
     MOVE,
+    READ,
     RESTORE,
     SAVE,
     SAVED,
@@ -77,6 +78,10 @@ class ChaosRank(Rank):
     def _commit_transfer(self, commit: Any, *arguments: object) -> None:
         self._points.reach(MOVE)
         commit(*arguments)
+
+    def hold(self, parts: Sequence[int]) -> int:
+        self._points.reach(READ)
+        return super().hold(parts)
 
     def set_layout(self, layout: KvLayout) -> None:
         self._points.reach(LAYOUT)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 JOINING = "while joining"
 LAYOUT = "before the layout"
+READ = "before parts of the weights are read"
 STEP = "before a step"
 CHUNK = "half of a run"
 BROADCAST = "before broadcast"
@@ -52,6 +53,11 @@ def kill(fault: Fault) -> None:
     os.kill(fault.pid or os.getpid(), signal.SIGKILL)
 
 
+def stop(fault: Fault) -> None:
+    """Suspends all threads of the process: heartbeats stop."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def spin(fault: Fault) -> None:
     """Keeps the interpreter busy; other threads still run."""
     while True:
@@ -81,6 +87,7 @@ def allocate(fault: Fault) -> None:
 
 ACTS: dict[str, Callable[[Fault], None]] = {
     "kill": kill,
+    "stop": stop,
     "spin": spin,
     "sleep": sleep,
     "hold": hold,

@@ -33,9 +33,8 @@ from tests.chaos.snapshots import GRACE_SECONDS, check_snapshots, contents, orph
 from tests.chaos.views import Keys, Look, check_block_tables, check_keys, keys_of
 from tests.support.command_line import end
 
-WORLD_SIZE = 3
 SETTINGS: dict[str, Any] = {
-    "world_size": WORLD_SIZE,
+    "world_size": 3,
     "block_size": 16,
     "chunk_size": 256,
     "kv_bytes": 2 << 20,
@@ -137,6 +136,15 @@ class Service:
     def arm_coordinator(self, fault: Fault | None) -> None:
         self.arm(self.process.pid, fault)
 
+    def rank_processes(self) -> set[int]:
+        """The ids of the processes of ranks, including those that are starting."""
+        return {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
+
+    async def wait_probe(self, pid: int) -> None:
+        """Returns when a rank that is starting can be asked."""
+        while not (self._folder / str(pid)).exists():  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_SECONDS / 10)
+
     def record_processes(self) -> None:
         """Records all processes of the service before they end."""
         main = psutil.Process(self.process.pid)
@@ -195,7 +203,7 @@ class Service:
         def is_healed(found: Cluster) -> bool:
             pids = {worker.pid for worker in found.workers}
             is_over = found.recovery is None or found.recovery.is_done
-            return found.world_size == WORLD_SIZE and found.epoch >= epoch and is_over and not gone & pids
+            return found.world_size == self.config.world_size and found.epoch >= epoch and is_over and not gone & pids
 
         found: Cluster | None = None
         try:

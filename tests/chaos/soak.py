@@ -14,18 +14,26 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.faults import FAULTS, NO_LOSS, Scene
+from tests.chaos.faults import FAULTS, NO_LOSS, READING, Scene
 from tests.chaos.load import Load
 from tests.chaos.reference import make_reference
 from tests.chaos.service import Service
 
 FAMILIES = ("llama", "gemma3", "deepseek_v3")
 """Full attention, windows, and latents."""
+DEPLOYMENTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"weights": "sharded"},
+    {"weights": "sharded", "spare_ranks": 1},
+    {"weights": "sharded", "world_size": 4},
+    {"weights": "sharded", "spare_ranks": 1, "world_size": 4},
+)
+"""Settings of the service: whole weights, or sharded ones with and without room for the weights of a lost rank."""
 MOST_SECONDS = 600.0
 """Maximum duration of a run: no fault starts later."""
 
@@ -60,9 +68,10 @@ def format_table(table: Table) -> str:
     return "\n".join([head, *lines])
 
 
-def shuffled_faults(seed: int, among: Iterable[str] = FAULTS) -> list[str]:
-    """Every fault once, in an order determined by the seed."""
-    names = list(among)
+def shuffled_faults(seed: int) -> list[str]:
+    """Every fault that the deployment of the seed allows once, in an order determined by the seed."""
+    has_room = settings_of(seed).get("spare_ranks", 0)
+    names = [name for name in FAULTS if has_room or name not in READING]
     random.Random(seed).shuffle(names)
     return names
 
@@ -74,8 +83,11 @@ def repeat_command(seed: int, names: Sequence[str]) -> str:
 
 
 def settings_of(seed: int) -> dict[str, Any]:
-    """Windows are replicated in every other run of a model with windows."""
-    return {"window_keys": "replicated"} if FAMILIES[seed % len(FAMILIES)] == "gemma3" and seed % 2 else {}
+    """Settings of the service in a run: each family in each deployment, in turn. Windows are replicated in every other
+    run of a model with windows."""
+    turn, family = divmod(seed, len(FAMILIES))
+    windows = {"window_keys": "replicated"} if FAMILIES[family] == "gemma3" and seed % 2 else {}
+    return {**windows, **DEPLOYMENTS[turn % len(DEPLOYMENTS)]}
 
 
 async def run_faults(seed: int, names: Sequence[str], table: Table, until: float) -> None:

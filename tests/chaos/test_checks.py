@@ -6,13 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from longleaf.config import EngineConfig
 from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.runs import Run
 from longleaf.sampling import Logprobs
 from longleaf.types import Delta
+from tests.chaos.faults import num_epochs
 from tests.chaos.load import Wrong, answer, check
 from tests.chaos.points import ACTS, STEP, Fault, Points
 from tests.chaos.reference import Known
+from tests.chaos.soak import DEPLOYMENTS, FAMILIES, settings_of
 from tests.chaos.views import KEY_TOLERANCE, Look, check_block_table, check_keys
 
 KNOWN = Known("book", (7, 8), (3, 4, 5), (-1.0, -2.0, -3.0), 1e-3)
@@ -98,3 +101,22 @@ def test_fault_is_injected_once_at_its_turn(monkeypatch):
     for _ in range(5):
         points.reach(STEP)
     assert met == [fault]
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_lost", "expected"),
+    [
+        ({}, 1, 2),
+        ({"weights": "sharded"}, 1, 1),
+        ({"weights": "sharded", "spare_ranks": 1}, 1, 2),
+        ({"weights": "sharded", "spare_ranks": 1}, 2, 1),
+    ],
+)
+def test_a_group_without_room_for_all_weights_forms_no_epoch_before_its_replacements(settings, num_lost, expected):
+    assert num_epochs(EngineConfig(model="m", world_size=3, **settings), num_lost) == expected
+
+
+def test_consecutive_seeds_run_every_family_in_every_deployment():
+    seeds = range(len(FAMILIES) * len(DEPLOYMENTS))
+    found = [{key: value for key, value in settings_of(seed).items() if key != "window_keys"} for seed in seeds]
+    assert all(found.count(deployment) == len(FAMILIES) for deployment in DEPLOYMENTS)

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import math
-import random
 
 import msgspec
 import pytest
@@ -16,6 +15,7 @@ from longleaf.sampling import SamplingParams
 from tests.support.golden.asking import answer
 from tests.support.golden.plain import LIVELY, LOGIT_TOLERANCE, NEW_TOKENS, load_plain
 from tests.support.golden.states import STATES, Logits, running
+from tests.support.pairwise import pairwise_cover
 from tests.support.thinned import thinned
 from tests.support.threads import config_for
 from workers.model import hook
@@ -32,21 +32,6 @@ WAYS = {
 }
 
 
-def pairwise_cover():
-    """A few ways in which every two values of two factors meet, chosen greedily with a fixed seed."""
-    product = list(itertools.product(*WAYS.values()))
-    random.Random(0).shuffle(product)
-
-    def pairs(row):
-        return set(itertools.combinations(enumerate(row), 2))
-
-    missing = set().union(*map(pairs, product))
-    while missing:
-        best = max(product, key=lambda row: len(pairs(row) & missing))
-        missing -= pairs(best)
-        yield best
-
-
 def full_product():
     """Every family at every world size in every state; the rest changes from row to row."""
     others = itertools.cycle(itertools.product(*(WAYS[name] for name in ("merge", "chunk_size", "prefill"))))
@@ -55,7 +40,7 @@ def full_product():
         yield family, world_size, merge, chunk_size, state, prefill
 
 
-COVER = list(zip(FAMILIES * 2, itertools.cycle(pairwise_cover()), strict=False))
+COVER = list(zip(FAMILIES * 2, itertools.cycle(pairwise_cover(list(WAYS.values()))), strict=False))
 """Every family twice. The first half, with every family and every way at least once, is in the default run."""
 
 
@@ -103,7 +88,7 @@ async def test_tokens_equal_generate_with_other_kernels(goldens, family, kernels
 def test_the_cover_covers():
     for rows in (COVER, COVER[: len(FAMILIES)]):
         assert {family for family, _ in rows} == set(FAMILIES)
-        assert {way for _, way in rows} == set(pairwise_cover())
+        assert {way for _, way in rows} == set(pairwise_cover(list(WAYS.values())))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -19,7 +19,7 @@ from tests.support.quantized import Writer, is_experts, is_matrix, quantize
 from workers.model.model import load
 from workers.model.quantized_weights import DequantizedTensor, dequantize
 from workers.model.sharded_model import load_share
-from workers.model.weight_reader import open_weights
+from workers.model.weight_reader import WeightReader, open_weights, quantized_layouts
 from workers.model.weight_shares import Share
 from zoo.checkpoints import make_checkpoint
 from zoo.families import Family
@@ -100,7 +100,9 @@ def test_loaded_model_has_the_dequantized_weights(tmp_path: Path, layout: str) -
     expected = make(tmp_path / "quantized", layout)
     save_file(expected, plain / "model.safetensors", metadata={"format": "pt"})
     wanted = load(str(plain), "float32", "cpu").module.state_dict()
-    found = load(str(tmp_path / "quantized"), "float32", "cpu").module.state_dict()
+    loaded = load(str(tmp_path / "quantized"), "float32", "cpu")
+    assert len(loaded.layouts) == 1
+    found = loaded.module.state_dict()
     assert found.keys() == wanted.keys()
     for name, weight in wanted.items():
         assert torch.equal(found[name], weight), name
@@ -173,6 +175,7 @@ def test_each_rank_has_its_share_of_the_dequantized_weights(tmp_path: Path, layo
         wanted = load_share(str(plain), "float32", "cpu", Share.even(index, 3))
         found = load_share(str(tmp_path / "quantized"), "float32", "cpu", Share.even(index, 3))
         assert found.num_bytes_read < wanted.num_bytes_read
+        assert (len(found.model.layouts), len(wanted.model.layouts)) == (1, 0)
         for one, other in zip(found.model.module.parameters(), wanted.model.module.parameters(), strict=True):
             assert torch.equal(one, other)
 
@@ -289,6 +292,93 @@ def test_tensor_that_would_be_ignored_or_is_ambiguous_is_refused(
     ):
         with pytest.raises(ModelRefused, match=words):
             read_weights()
+
+
+LAYERS = {"mxfp4": "model.layers.0.mlp.experts.down_proj", "deepseek_v3": "model.layers.0.self_attn.kv_b_proj"}
+"""Layers to damage, by layout or family."""
+
+
+def layer_of(layout: str) -> str:
+    return LAYERS.get(layout) or LAYERS.get(LAYOUTS[layout][0]) or "model.layers.0.self_attn.o_proj"
+
+
+def scale_of(stored: dict[str, torch.Tensor], layout: str) -> str:
+    """The name of the scales of the layer."""
+    [name] = (
+        name
+        for name in stored
+        if name.startswith(layer_of(layout)) and "scale" in name and not name.endswith("_global_scale")
+    )
+    return name
+
+
+def assert_refused(folder: Path, words: str, *, is_unread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole weights and shares are refused, and by headers as well if nothing has to be read."""
+    ways = [lambda: load(str(folder), "float32", "cpu"), lambda: load_share(str(folder), "float32", "cpu", HALF)]
+    if is_unread:
+        settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+        ways.append(lambda: quantized_layouts(folder, settings))
+        read = WeightReader.read
+
+        def read_shape(reader: WeightReader, descriptor: int, start: int, buffer: memoryview) -> None:
+            assert len(buffer) <= 16, "weights were read"
+            read(reader, descriptor, start, buffer)
+
+        monkeypatch.setattr(WeightReader, "read", read_shape)
+    for attempt in ways:
+        with pytest.raises(ModelRefused, match=re.escape(words)):
+            attempt()
+
+
+HALF = Share.even(0, 2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scales_of_a_wrong_shape_are_refused(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, layout)
+    stored = load_file(tmp_path / "model.safetensors")
+    name = scale_of(stored, layout)
+    damaged(tmp_path, name, torch.cat([stored[name], stored[name][:1]]))
+    assert_refused(tmp_path, layer_of(layout), is_unread=True, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scales_that_are_not_numbers_are_refused(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, layout)
+    stored = load_file(tmp_path / "model.safetensors")
+    scale = stored[name := scale_of(stored, layout)]
+    scale.view(torch.uint8).flatten()[: scale.itemsize] = 255  # NaN in each type of scales
+    damaged(tmp_path, name, scale)
+    assert_refused(tmp_path, f"{layer_of(layout)}", is_unread=False, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_truncated_file_is_refused(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, layout)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert_refused(tmp_path, "bytes before the end of tensor", is_unread=True, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_that_disagree_are_refused(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two files have the same scales, or the index names scales that no file has."""
+    make(tmp_path, layout)
+    stored = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    name = scale_of(stored, layout)
+    first = {key: stored[key] for key in sorted(stored)[::2]} | {name: stored[name]}
+    second = {key: stored[key] for key in sorted(stored) if key not in first}
+    save_file(first, tmp_path / files[0], {"format": "pt"})
+    weight_map = {key: files[key not in first] for key in stored}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    for content in (second | {name: stored[name]}, second):
+        save_file(content, tmp_path / files[1], {"format": "pt"})
+        if content is second:
+            save_file({key: first[key] for key in first if key != name}, tmp_path / files[0], {"format": "pt"})
+        words = f"tensor {name} is in another file as well" if name in content else layer_of(layout)
+        assert_refused(tmp_path, words, is_unread=True, monkeypatch=monkeypatch)
 
 
 def test_numbers_of_8_bits_without_a_quantization_are_refused(tmp_path: Path) -> None:

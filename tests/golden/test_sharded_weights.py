@@ -3,11 +3,15 @@
 import itertools
 import os
 import signal
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
+from bench.predict.formulas import Cluster
+from bench.predict.sharded_weights import exchanges_of
 from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.cluster.rank_manager import RankManager
 from coordinator.cluster.replacement_supervisor import ReplacementSupervisor
@@ -31,6 +35,7 @@ from tests.support.thinned import thinned
 from tests.support.threads import ThreadRanks, config_for, make_spec
 from workers.__main__ import main
 from workers.model.meta_model import outline
+from workers.model.model import read_config
 from workers.model.sharded_model import load_share
 from workers.model.weight_parts import plan_weights
 from workers.model.weight_shares import Share
@@ -166,29 +171,91 @@ EXCHANGES = {
 """By family, for models of 4 layers."""
 
 
+@pytest.fixture
+def exchanged(monkeypatch):
+    """The exchanges of rank 0: the name of the operation, and the bytes that the rank hands over."""
+    found = list[tuple[str, int]]()
+
+    def count(name):
+        method = getattr(LoopbackComm, name)
+
+        def counted(comm, tensor, *given):
+            if comm.rank == 0:
+                found.append((name, tensor.nbytes))
+            return method(comm, tensor, *given)
+
+        monkeypatch.setattr(LoopbackComm, name, counted)
+
+    for name in ("all_gather", "all_to_all", "all_reduce", "broadcast"):
+        count(name)
+    return found
+
+
+async def exchanges_of_a_step(golden, world_size, exchanged):
+    """The exchanges of a decode step of one row, sorted."""
+    settings = {"weights": "sharded", "merge": "gather", "max_draft_tokens": 0, "verify_model": False}
+    counts = list[Counter]()
+    async with running(config_for(golden.folder, world_size=world_size, **settings)) as engine:
+        for num_new in (5, 5, 6):  # the first answer also reads the prompt
+            exchanged.clear()
+            await answer(engine, golden.prompt[:40], num_new=num_new)
+            counts.append(Counter(exchanged))
+    return sorted((counts[2] - counts[1]).elements())
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", EXCHANGES)
-async def test_exchanges_of_a_decode_step(goldens, monkeypatch, family):
+async def test_exchanges_of_a_decode_step(goldens, exchanged, family):
     """The preflight counts those that the ranks begin."""
-    golden, shapes = goldens(family), list[torch.Size]()
-    exchange = LoopbackComm._exchange
-
-    def counted(comm, tensor, read):
-        if comm.rank == 0:
-            shapes.append(tensor.shape)
-        return exchange(comm, tensor, read)
-
-    monkeypatch.setattr(LoopbackComm, "_exchange", counted)
-    settings = {"weights": "sharded", "merge": "gather", "max_draft_tokens": 0, "verify_model": False}
-    counts = list[int]()
-    async with running(config_for(golden.folder, world_size=2, **settings)) as engine:
-        for num_new in (5, 6):
-            before = len(shapes)
-            await answer(engine, golden.prompt[:40], num_new=num_new)
-            counts.append(len(shapes) - before)
+    golden = goldens(family)
+    found = await exchanges_of_a_step(golden, 2, exchanged)
     plan = plan_weights(outline(str(golden.folder), "float32"), 2)
     derived = NUM_LAYERS + plan.exchanges.total + 1
-    assert counts[1] - counts[0] == derived == EXCHANGES[family]
+    assert len(found) == derived == EXCHANGES[family]
+
+
+FENCE = "all_gather", 8
+"""The ranks compare whether their keys are finite at the end of a chunk."""
+PREDICTED = ("llama", "qwen3_moe", "gpt_oss", "deepseek_v3", "phi3", "mixtral", "glm4_moe", "qwen3")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("family", PREDICTED)
+async def test_bytes_of_a_decode_step_are_those_of_the_formulas(goldens, exchanged, family, world_size):
+    """The slices of aligned shares differ by up to 2 %."""
+    golden = goldens(family)
+    found = await exchanges_of_a_step(golden, world_size, exchanged)
+    predicted = exchanges_of(read_config(str(golden.folder)), itemsize=4)
+    expected = sorted((one.kind, one.num_bytes) for one in predicted.decode(1, Cluster(1, world_size)))
+    assert [kind for kind, _ in found] == [kind for kind, _ in expected]
+    assert [size for _, size in found] == pytest.approx([size for _, size in expected], rel=0.02)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "phi3"])
+async def test_bytes_of_a_chunk_are_those_of_the_formulas(goldens, exchanged, family, world_size):
+    """The difference between two documents, one of which has another chunk. Each layer but the last also gathers
+    queries, and returns their partials.
+    """
+    golden = goldens(family)
+    settings = {"weights": "sharded", "merge": "gather", "prefill": "queries", "verify_model": False}
+    counts = list[Counter]()
+    config = config_for(golden.folder, world_size=world_size, chunk_size=64 * world_size, **settings)
+    async with running(config) as engine:
+        for num_chunks in (1, 2):
+            exchanged.clear()
+            await ingest(engine, f"book{num_chunks}", golden.prompt[: num_chunks * config.chunk_size])
+            counts.append(Counter(exchanged))
+    predicted = exchanges_of(read_config(str(golden.folder)), itemsize=4)
+    expected = [(one.kind, one.num_bytes) for one in predicted.prefill(64, Cluster(1, world_size))]
+    attention = replace(predicted.attention, rows=64 * world_size)
+    expected += [("all_gather", attention.out_bytes // world_size)] * (NUM_LAYERS - 1)
+    expected += [("all_to_all", attention.out_bytes + attention.lse_bytes)] * (NUM_LAYERS - 1)
+    found = sorted(each for each in (counts[1] - counts[0]).elements() if each != FENCE)
+    assert [kind for kind, _ in found] == [kind for kind, _ in sorted(expected)]
+    assert [size for _, size in found] == pytest.approx([size for _, size in sorted(expected)], rel=0.02)
 
 
 @pytest.mark.sampled(2)

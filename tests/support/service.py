@@ -123,7 +123,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.max_positions = 4096
         self.limit_name = "the length that it was trained for"
-        self.exactness_note = self.scaling = ""
+        self.exactness_note = self.scaling = self.dequantization = ""
         self.max_draft_tokens = 7
         self.total_tokens = 1 << 20
         self.answer: tuple[tuple[int, ...], ...] = ()
@@ -264,6 +264,7 @@ class FakeEngine:
             is_pinned=bool(given.is_pinned),
             is_exact=not self.exactness_note,
             exactness_note=self.exactness_note,
+            dequantization=self.dequantization,
         )
 
     def usage(self, tenant: str) -> TenantUsage:
@@ -355,6 +356,7 @@ class FakeEngine:
             block_size=128,
             is_exact=not self.exactness_note,
             exactness_note=self.exactness_note,
+            dequantization=self.dequantization,
             recovery=self.recovery,
             losses=self.losses,
             drafting=self.drafting,

@@ -92,7 +92,7 @@ def workspace(
     num_logits = config.max_rows * text.vocab_size
     return Workspace(
         chunk=_in_model(model, num_rows)
-        + _in_shares(model, num_rows, num_logits)
+        + _in_shares(model, config, num_rows, num_logits)
         + num_logits * torch.float32.itemsize,
         sampling=_sampling(config, text.vocab_size),
         partials=max(_partials(spec, model, config, num_rows) for spec in set(model.layers.values())),
@@ -121,11 +121,11 @@ def _in_model(model: Model, num_rows: int) -> int:
     return num_rows * copies * WIDE_TENSORS * widest(model) * model.dtype.itemsize
 
 
-def _in_shares(model: Model, num_rows: int, num_logits: int) -> int:
+def _in_shares(model: Model, config: EngineConfig, num_rows: int, num_logits: int) -> int:
     """Further bytes with sharded weights: layers compute the rows of all ranks, and exchange their outputs."""
-    if model.exchange is None:
+    if not config.has_shares:
         return 0
-    return _in_model(model, num_rows * model.exchange.share.count) + 2 * num_logits * model.dtype.itemsize
+    return _in_model(model, num_rows * config.world_size) + 2 * num_logits * model.dtype.itemsize
 
 
 def num_copies(text: PreTrainedConfig) -> int:

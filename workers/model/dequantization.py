@@ -1,19 +1,26 @@
 """Layouts of quantized weights in checkpoints, and the weights that they represent.
 
 A layout combines several stored tensors into one weight. Products are computed in float32, and rounded once to the
-dtype of the model.
+dtype of the model. Compiled code does so for the usual forms, and torch for the others, with the same bits.
 
 Sources of the formats: transformers (`integrations/finegrained_fp8.py` and `mxfp4.py`), compressed-tensors
 (`compressors/`), and AutoAWQ and AutoGPTQ for the order of packed integers.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from functools import cache
+from math import ceil, prod
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from longleaf.kernels.cpu import dequantize
+from longleaf.kernels.cpu.dequantize import NativeDequantize
+
+log = logging.getLogger("longleaf.weights")
 
 WORD_BITS = 32
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -59,9 +66,9 @@ class Layout(Protocol):
         """The axes of the stored tensor of a role."""
         ...
 
-    def combine(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-        """The part of the weight, in float32 and of this shape, that parts of the stored tensors represent. They may
-        hold more at the end of a dim, where the last entry is not full.
+    def combine(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The part of the weight, of this shape and dtype, that parts of the stored tensors represent. They may hold
+        more at the end of a dim, where the last entry is not full.
         """
         ...
 
@@ -117,11 +124,19 @@ class ScaledNumbers:
             return lead | {last - 1: Axis(last - 1), last: Axis(last)}
         return lead | {last - 1: Axis(last - 1, self.block[0]), last: Axis(last, self.block[1])}
 
-    def combine(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-        numbers = parts["weight"].to(torch.float32)
-        if "zero_point" in parts:
-            numbers = numbers - self._spread(parts["zero_point"].to(torch.float32), shape)
-        return numbers * self._spread(_scales(parts["scale"]), shape)
+    def combine(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        weight, scale, zero = parts["weight"], _scales(parts["scale"]), parts.get("zero_point")
+        *lead, rows, columns = shape
+        native = _native(dtype)
+        if native is not None and not lead and list(weight.shape) == [rows, columns]:
+            table, size = _table(weight.dtype), _grid(scale.shape, lead)
+            zeros = None if zero is None else zero.to(torch.float32).reshape(size).contiguous()
+            scales = scale.reshape(size).contiguous()
+            return native.row_major(weight, table, scales, zeros, (rows, columns), self.block, dtype)
+        numbers = weight.to(torch.float32)
+        if zero is not None:
+            numbers = numbers - self._spread(zero.to(torch.float32), shape)
+        return (numbers * self._spread(scale, shape)).to(dtype)
 
     def _spread(self, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Scales for each element of a part; those of a channel or a tensor are broadcast."""
@@ -164,13 +179,17 @@ class PackedFloats:
         last = len(self.shape) - 1
         return {dim: Axis(dim) for dim in range(last)} | {last: Axis(last, 2 if role == "packed" else self.block)}
 
-    def combine(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-        numbers, scale = _unpack_fp4(parts["packed"]), _scales(parts["scale"])
+    def combine(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        packed, scale = parts["packed"], _scales(parts["scale"])
         if "divisor" in parts:
             scale = scale / parts["divisor"].to(torch.float32).reshape(())
         if "factor" in parts:
             scale = scale * parts["factor"].to(torch.float32).reshape(())
-        return numbers * scale.repeat_interleave(self.block, dim=-1)
+        if (native := _native(dtype)) is not None:
+            size = prod(shape[:-1]), shape[-1]
+            found = native.row_major(packed, _fp4_table(), scale.contiguous(), None, size, (1, self.block), dtype)
+            return found.reshape(shape)
+        return (_unpack_fp4(packed) * scale.repeat_interleave(self.block, dim=-1)).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +214,12 @@ class PackedExperts:
         del role
         return {0: Axis(0), 1: Axis(2, 32), 2: Axis(1)}
 
-    def combine(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-        numbers = _unpack_fp4(parts["blocks"]) * _scales(parts["scale"])[..., None]
+    def combine(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        del shape  # all entries are full
+        blocks, scale = parts["blocks"], _scales(parts["scale"])
+        if (native := _native(dtype)) is not None:
+            return native.transposed(blocks.flatten(2), _fp4_table(), scale, 32, dtype)
+        numbers = (_unpack_fp4(blocks) * scale[..., None]).to(dtype)
         return numbers.flatten(2).transpose(1, 2).contiguous()
 
 
@@ -286,20 +309,54 @@ class PackedIntegers:
             case _:
                 return 1
 
-    def combine(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    def combine(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         rows, columns = shape
-        numbers, scale = self._unpack(parts, "packed"), parts["scale"].to(torch.float32)
-        scale = scale.T if self._is_transposed else scale
+        scale = parts["scale"].to(torch.float32)
+        scale = (scale.T if self._is_transposed else scale)[:rows]
         groups = parts["groups"].long() if self.has_groups else torch.arange(columns) // self.group
         if self.has_groups and not 0 <= int(groups.min()) <= int(groups.max()) < scale.shape[1]:
             raise ValueError(f"an input has a group outside of 0 to {scale.shape[1] - 1}")
-        zero: Tensor | int = 1 << (self.num_bits - 1)
+        zero = torch.full_like(scale, 1 << (self.num_bits - 1))
         if "zero_point" in parts:
             stored = self._unpack(parts, "zero_point")
             if self.zero_offset and int(stored.max()) == (1 << self.num_bits) - 1:
                 raise ValueError("a zero point overflows when 1 is added, and readers of this format differ there")
-            zero = stored[:rows, groups] + self.zero_offset
-        return (numbers[:rows, :columns] - zero).to(torch.float32) * scale[:rows, groups]
+            zero = (stored[:rows] + self.zero_offset).to(torch.float32)
+        native = _native(dtype)
+        if native is not None and self._is_compiled(parts, rows, columns):
+            return self._combine_native(native, parts["packed"], scale, zero, groups, (rows, columns), dtype)
+        numbers = self._unpack(parts, "packed")[:rows, :columns].to(torch.float32)
+        return ((numbers - zero[:, groups]) * scale[:, groups]).to(dtype)
+
+    def _is_compiled(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> bool:
+        """Whether compiled code has this form: all words are full, and groups have an order that it knows."""
+        per_word, packed = WORD_BITS // self.num_bits, list(parts["packed"].shape)
+        match self.kind:
+            case "compressed-tensors":
+                return packed == [rows, columns / per_word] and not self.has_groups and self.group % 2 == 0
+            case "gptq":
+                return self.num_bits == 4 and packed == [columns / 8, rows] and rows % 8 == 0
+            case _:
+                return packed == [columns, rows / 8] and columns % 8 == 0
+
+    def _combine_native(
+        self,
+        native: NativeDequantize,
+        packed: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+        groups: Tensor,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Scales and zero points are [outputs, groups]."""
+        if self.kind == "compressed-tensors":
+            table = torch.arange(1 << self.num_bits, dtype=torch.float32)
+            block = (1, min(self.group, shape[1]))
+            return native.row_major(packed, table, scale.contiguous(), zero.contiguous(), shape, block, dtype)
+        shifts = torch.tensor(AWQ_SHIFTS, dtype=torch.int32) if self.kind == "awq" else None
+        scales, zeros = scale.T.contiguous(), zero.T.contiguous()
+        return native.from_words(packed, shifts, groups.to(torch.int32), scales, zeros, shape, dtype)
 
     @property
     def _is_transposed(self) -> bool:
@@ -331,6 +388,32 @@ def _packed_shapes(kind: str, rows: int, columns: int, num_groups: int, num_bits
             return [words(columns), rows], [num_groups, words(rows)]
         case _:
             return [columns, words(rows)], [num_groups, words(rows)]
+
+
+@cache
+def _loaded() -> NativeDequantize | None:
+    """The compiled functions; None without a compiler."""
+    try:
+        return NativeDequantize.load()
+    except OSError as error:
+        log.info("weights: dequantized without compiled code, which is slower: %s", error)
+        return None
+
+
+def _native(dtype: torch.dtype) -> NativeDequantize | None:
+    """The compiled functions, if they support the dtype."""
+    return _loaded() if dtype in dequantize.DTYPES else None
+
+
+@cache
+def _table(dtype: torch.dtype) -> Tensor:
+    """The numbers of all bytes of a dtype, in float32."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32)
+
+
+@cache
+def _fp4_table() -> Tensor:
+    return torch.tensor(FP4_VALUES)
 
 
 def _grid(scale: Sequence[int], lead: Sequence[int]) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from longleaf.shares import NUM_PARTS
 from workers.model.sharded_layers import RowExchange, ShardedEmbedding, ShardedExperts
-from workers.model.weight_shares import Cut, Share, select
+from workers.model.weight_shares import Cut, Share, growth_bytes, select
 
 ReadParts = Callable[[Share], tuple[dict[str, Tensor], int]]
 """Reads a share of the divided parameters from the checkpoint. Returns them by name, and the bytes that were read. Tied
@@ -79,12 +79,9 @@ class LocalWeights:
         return [ties[0][1].parameter for ties in self._tied.values()]
 
     def room(self, num_parts: int) -> int:
-        """Bytes that are needed to hold so many parts, beside those that are held: while a parameter is replaced, there
-        are two of it.
-        """
-        sizes = [parameter.nbytes / len(self.share.parts) for parameter in self.parameters]
-        num_more = max(0, num_parts - len(self.share.parts))
-        return int(num_more * sum(sizes) + num_parts * max(sizes, default=0)) if num_more else 0
+        """Bytes that are needed to hold so many parts, beside those that are held."""
+        sizes = [parameter.nbytes for parameter in self.parameters]
+        return growth_bytes(sizes, len(self.share.parts), num_parts)
 
     @torch.no_grad()
     def hold(self, parts: Sequence[int]) -> int:

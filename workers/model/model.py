@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,8 @@ class Model:
     """Exchanges of layers whose weights are divided over the ranks; None if this rank holds all weights."""
     spare_bytes: int = 0
     """Bytes of memory set aside for weights of lost ranks."""
+    layouts: tuple[str, ...] = ()
+    """Layouts in the checkpoint of the weights that were dequantized, the most frequent first."""
 
     @property
     def decoder(self) -> nn.Module:
@@ -243,7 +245,7 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
     except Exception as error:  # any error in the files refuses the folder
         raise refusal(folder, error, config) from error
     check_complete(folder, report["missing_keys"], report["mismatched_keys"])
-    return prove(module, device)
+    return replace(prove(module, device), layouts=report.get("layouts", ()))
 
 
 def check_complete(folder: str, missing: Iterable[str], mismatched: Iterable[tuple[str, Any, Any]]) -> None:
@@ -281,7 +283,11 @@ def _dequantize(
     module = build_on_meta(config, dtype, number)
     with large_blocks_apart(), loading_to_device(device):
         loaded = read_share(module, Path(folder), {}, Share.even(0, 1), module.dtype, quantization)
-    return module, {"missing_keys": loaded.missing, "mismatched_keys": loaded.mismatched}
+    return module, {
+        "missing_keys": loaded.missing,
+        "mismatched_keys": loaded.mismatched,
+        "layouts": loaded.layouts,
+    }
 
 
 def build_on_meta(config: PreTrainedConfig, wanted: DtypeName, number: int = 0) -> PreTrainedModel:

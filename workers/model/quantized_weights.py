@@ -126,13 +126,18 @@ class DequantizedTensor:
                 tensor = tensor.restricted_to(axis.dim, needed)
             parts[role] = tensor[...]
         try:
-            found = self._layout.combine(parts, tuple(shape))
+            found = self._layout.combine(parts, tuple(shape), self._dtype)
         except ValueError as error:
             raise ModelRefused(f"{self._name} ({self.layout}): {error}") from None
-        found = select(self._ranges, [(read, found)], dim).to(self._dtype)
-        if not found.isfinite().all():
+        found = found if read == list(self._ranges) else select(self._ranges, [(read, found)], dim)
+        if not is_finite(found):
             raise ModelRefused(f"{self._name} ({self.layout}): a number or a scale is not finite in {self._dtype}")
         return found
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are finite. If their sum is, which is quickly computed, they are as well."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def pop_quantization(config: PreTrainedConfig) -> Quantization | None:

@@ -76,10 +76,12 @@ def load_share(folder: str, dtype: DtypeName, device: str, share: Share) -> Shar
     local_bytes = sum(parameter.nbytes for parameter in module.parameters())
     numbers = f"{human_bytes(local_bytes)} in {describe_share(share)}, {human_bytes(loaded.num_bytes)} read"
     log.info("weights: sharded, %s", numbers)
-    model, places = _assemble(found, device, share)
+    parts: dict[str, Any] = dict(module.named_modules())
+    model, layers = assemble(module, found.known, found.plan, device, share)
     assert model.exchange is not None
     read = partial(_read_parts, folder, config, dtype, device, found, quantization)
-    return ShardedModel(model, found.plan, loaded.num_bytes, LocalWeights(places, model.exchange, read))
+    weights = LocalWeights(_places(found, parts, layers), model.exchange, read)
+    return ShardedModel(replace(model, layouts=loaded.layouts), found.plan, loaded.num_bytes, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,25 +151,33 @@ def _shift_padding(embedding: Any, share: Share) -> None:
         offset += end - start
 
 
-def _assemble(found: _Attempt, device: str, share: Share) -> tuple[Model, dict[str, LocalParameter]]:
-    """The model that computes with the ranks of the other shares, and the places of its divided parameters."""
-    module, known = found.module, found.known.model
+def assemble(
+    module: PreTrainedModel, known: Outline, plan: WeightPlan, device: str, share: Share
+) -> tuple[Model, dict[nn.Module, nn.Module]]:
+    """The model that computes with the ranks of the other shares, and the sharded layers that replace its modules.
+    `module` has the weights of the share; `known` and `plan` are those of the same config.
+    """
     module.eval().requires_grad_(False)
     module.to(torch.device(device))  # pyright: ignore[reportArgumentType]
     parts: dict[str, Any] = dict(module.named_modules())
-    latent.absorb_as(module, known.module)
+    latent.absorb_as(module, known.model.module)
     ropes, rotary = replace_rotary(models.decoder_of(module), module.config.get_text_config())
     exchange = RowExchange(share)
-    layers = sharded_layers(parts, found.plan, exchange)
+    layers = sharded_layers(parts, plan, exchange)
     replace_modules(module, layers)
-    model = replace(known, module=module, device=device, ropes=ropes, rotary=rotary, exchange=exchange)
+    model = replace(known.model, module=module, device=device, ropes=ropes, rotary=rotary, exchange=exchange)
+    return model, layers
+
+
+def _places(found: _Attempt, parts: dict[str, Any], layers: dict[nn.Module, nn.Module]) -> dict[str, LocalParameter]:
+    """The places of the divided parameters in the layers that replace `parts`."""
     places = dict[str, LocalParameter]()
     for name, cut in found.plan.cuts.items():
         owner, _, leaf = name.rpartition(".")
         is_transposed = isinstance(parts[owner], Conv1D) and leaf == "weight"
         size = found.shapes[name][cut.dim]
         places[name] = LocalParameter(layers[parts[owner]], leaf, cut, size, is_transposed)
-    return model, places
+    return places
 
 
 @torch.no_grad()

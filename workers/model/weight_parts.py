@@ -99,11 +99,14 @@ def plan_weights(outline: Outline, num_shares: int) -> WeightPlan:
 
 def share_bytes(outline: Outline, plan: WeightPlan, share: Share) -> int:
     """Bytes of the parameters that a rank holds."""
-    shapes = {
-        name: plan.cuts[name].shape(tuple(parameter.shape), share) if name in plan.cuts else tuple(parameter.shape)
-        for name, parameter in outline.parameters.items()
-    }
-    return sum(torch.Size(shape).numel() * outline.parameters[name].itemsize for name, shape in shapes.items())
+    everywhere = (one.numel() * one.itemsize for name, one in outline.parameters.items() if name not in plan.cuts)
+    return sum(everywhere) + sum(divided_bytes(outline, plan, share))
+
+
+def divided_bytes(outline: Outline, plan: WeightPlan, share: Share) -> list[int]:
+    """Bytes of a rank's share of each divided parameter; tied parameters once."""
+    divided = [(plan.cuts[name], one) for name, one in outline.parameters.items() if name in plan.cuts]
+    return [torch.Size(cut.shape(tuple(one.shape), share)).numel() * one.itemsize for cut, one in divided]
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,15 +139,20 @@ class TensorSlice:
 
 
 @contextmanager
-def open_weights(folder: Path) -> Iterator[tuple[dict[str, TensorSlice], WeightReader]]:
-    """The tensors of a checkpoint by name, readable in the body, and their reader. Raises ModelRefused."""
+def open_weights(folder: Path, *, is_unique: bool = False) -> Iterator[tuple[dict[str, TensorSlice], WeightReader]]:
+    """The tensors of a checkpoint by name, readable in the body, and their reader. Raises ModelRefused, with
+    `is_unique` also for a tensor that is in two files.
+    """
     reader, tensors = WeightReader(), dict[str, TensorSlice]()
     with ExitStack() as stack:
         for name in weight_files(folder):
             try:
                 descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
                 stack.callback(os.close, descriptor)
-                tensors |= _read_header(reader, descriptor)
+                found = _read_header(reader, descriptor)
+                if is_unique and (twice := sorted(tensors.keys() & found)):
+                    raise ValueError(f"tensor {twice[0]} is in another file as well")
+                tensors |= found
             except (OSError, ValueError, KeyError, msgspec.MsgspecError) as error:
                 raise ModelRefused(f"{folder / name} cannot be read: {error}") from error
         yield tensors, reader
@@ -163,12 +168,15 @@ def _read_header(reader: WeightReader, descriptor: int) -> dict[str, TensorSlice
         raise ValueError("its header is too long")
     header = msgspec.json.decode(os.pread(descriptor, length, LENGTH_BYTES), type=dict[str, msgspec.Raw])
     header.pop("__metadata__", None)
+    size = os.fstat(descriptor).st_size - start
     found = dict[str, TensorSlice]()
     for name, entry in header.items():
         location = msgspec.json.decode(entry, type=_Location)
         begin, end = location.data_offsets
         if end - begin != prod(location.shape) * DTYPES[location.dtype].itemsize:
             raise ValueError(f"tensor {name} has {end - begin:,} bytes, which is not the size of its shape")
+        if end > size:
+            raise ValueError(f"it ends {end - size:,} bytes before the end of tensor {name}")
         found[name] = TensorSlice(reader, descriptor, start, location)
     return found
 
@@ -207,7 +215,7 @@ def quantized_layouts(folder: Path, quantization: Quantization | None) -> dict[s
     """
     if quantization is None:
         return {}
-    with open_weights(folder) as (tensors, _):
+    with open_weights(folder, is_unique=True) as (tensors, _):
         return layouts(dequantize(tensors, quantization, torch.bfloat16))
 
 
@@ -219,6 +227,8 @@ class LoadedShare:
     mismatched: tuple[tuple[str, Any, Any], ...]
     num_bytes: int
     """Bytes read from files."""
+    layouts: tuple[str, ...] = ()
+    """Layouts of the quantized weights of the checkpoint, the most frequent first."""
 
 
 def read_share(
@@ -236,11 +246,11 @@ def read_share(
     that are tied to others. Quantized weights are dequantized. Raises ModelRefused and the errors of transformers.
     """
     mapping: Any = get_model_conversion_mapping(module)
-    with open_weights(folder) as (stored, reader):
+    with open_weights(folder, is_unique=quantization is not None) as (stored, reader):
         tensors = stored if quantization is None else dequantize(stored, quantization, dtype)
+        counts = layouts(tensors)
         if quantization is not None:
-            found = describe_layouts(layouts(tensors), str(dtype).removeprefix("torch."))
-            log.info("weights: %s", found)
+            log.info("weights: %s", describe_layouts(counts, str(dtype).removeprefix("torch.")))
         targets = _targets(module, mapping, tensors)
         converters = {name: _converter(mapping, pattern) for name, (_, pattern) in targets.items()}
         # other conversions need all of a tensor, which is cut afterwards
@@ -274,7 +284,7 @@ def read_share(
             info = type(module)._finalize_model_loading(module, config, info)
         for name in late:
             _replace_parameter(module, name, take(module.get_parameter(name), cuts[name], share))
-    return LoadedShare(tuple(info.missing_keys), tuple(info.mismatched_keys), reader.num_bytes)
+    return LoadedShare(tuple(info.missing_keys), tuple(info.mismatched_keys), reader.num_bytes, tuple(counts))
 
 
 def _replace_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -101,6 +101,14 @@ class Cut:
         return (*shape[: self.dim], size, *shape[self.dim + 1 :])
 
 
+def growth_bytes(sizes: Sequence[int], num_present: int, num_parts: int) -> int:
+    """Bytes that a rank needs to hold `num_parts` parts, beside those of the `num_present` parts that it holds.
+    `sizes`: the bytes of its share of each divided parameter. While a parameter is replaced, there are two of it.
+    """
+    num_more = max(0, num_parts - num_present)
+    return int((num_more * sum(sizes) + num_parts * max(sizes, default=0)) / num_present) if num_more else 0
+
+
 def num_elements(ranges: Iterable[Range]) -> int:
     """The total size of ranges."""
     return sum(end - start for start, end in ranges)

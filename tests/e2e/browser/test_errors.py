@@ -126,6 +126,8 @@ def test_dismissed_credential_prompt_is_reported_and_can_be_reopened(browser: An
         (429, "", "7", "Try again in 7 s."),
         (429, "insufficient_quota", None, "Delete documents, or wait"),
         (503, "", "1", "The service is not available: why. Try again in a moment."),
+        (503, "gateway_busy", "7", "Why. Try again in 7 s."),
+        (503, "gateway_busy", None, "Why. Try again in a moment."),
         (504, "", None, "Try again when the load is lower."),
         (500, "", None, "The service reports: why."),
     ],

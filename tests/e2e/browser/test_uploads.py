@@ -204,6 +204,35 @@ def test_folder_becomes_one_document(reader: Reader, behind: Behind, tmp_path: P
     page.get_by_role("heading", name="My Notes").wait_for()
     assert reader.ask("What is the value of amber-12?") == "amber-12 is 4711"
     assert set(behind.tokens()) == {"my-notes"}
+    card = page.locator(".sending li.card")
+    assert "The document is ready." in card.inner_text()
+    assert card.locator("details li").all_inner_texts() == ["My Notes/c.png is a PNG image"]
+    page.get_by_role("button", name="Dismiss My Notes").click()
+    assert page.locator(".sending").count() == 0
+    reader.audit()
+
+
+def test_ready_document_with_left_out_files_is_not_uploaded_again(reader: Reader, behind: Behind, tmp_path: Path):
+    """Neither after a reload, nor in place of one that is added later."""
+    folder = tmp_path / "Mine"
+    folder.mkdir()
+    (folder / "a.md").write_text("amber-12 = 4711\n")
+    for i in range(7):
+        (folder / f"{i}.png").write_bytes(b"\x89PNG\r\n\x1a\n\0")
+    page = reader.page
+    page.locator("input[webkitdirectory]").first.set_input_files(folder)
+    page.get_by_role("button", name="Upload").click()
+    page.get_by_text("The document is ready.").wait_for()
+    page.get_by_text("Left out", exact=True).click()
+    page.get_by_text("Mine/6.png is a PNG image").wait_for()
+    reader.add(("b.txt", FILLER))
+    page.get_by_role("link", name="b", exact=False).first.wait_for()
+    behind.wait(lambda: set(behind.tokens()) == {"mine", "b"})
+    page.get_by_text("Mine/6.png is a PNG image").wait_for()
+    page.reload()
+    page.get_by_role("heading", name="Mine").wait_for()
+    assert page.locator(".sending").count() == 0
+    assert set(behind.tokens()) == {"mine", "b"}
     reader.audit()
 
 

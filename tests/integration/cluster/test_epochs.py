@@ -10,7 +10,7 @@ from coordinator.cluster import rank_manager as control_module
 from coordinator.cluster.ports import MemberEvent, MemberJoined, MemberLost
 from coordinator.cluster.rank_manager import RankManager
 from longleaf.config import EngineConfig
-from longleaf.errors import GroupFailed, RankLost, Unavailable
+from longleaf.errors import GroupFailed, RankLost, StartError, Unavailable
 from longleaf.rank_protocol.encoding import ToRank
 from longleaf.rank_protocol.group_messages import (
     AbortExchanges,
@@ -196,6 +196,40 @@ async def test_a_member_that_does_not_read_its_parts_in_time_is_killed(make_worl
     await world.control.group.wait_ended()
     assert (await world.control.form(2)).members == (0,)
     assert world.killed == [2]
+
+
+async def test_a_member_suspended_while_it_reads_weights_is_killed(make_world: MakeWorld) -> None:
+    world = await make_world(3, weights="sharded", spare_ranks=2, heartbeat_timeout=1.0)
+    world.members[2].deaf_to = {Hold}
+    world.beat(0, 2)
+    world.control.on_process_exit(1, "was killed by signal 9")
+    await world.control.group.wait_ended()
+    forming = asyncio.ensure_future(world.control.form(2))
+    await until(lambda: bool(world.members[0].holds))
+    world.members[2].stop_beating()
+    assert (await forming).members == (0,)
+    assert world.killed == [2]
+    assert set(world.members[0].holds[-1].parts) == set(range(240))
+
+
+async def test_a_newcomer_lost_before_it_joins_leaves_its_share_to_the_next(make_world: MakeWorld) -> None:
+    world = await make_world(3, weights="sharded")
+    world.control.registry.attach_supervisor(lambda _: None)
+    world.control.on_process_exit(1, "was killed by signal 9")
+    await world.control.group.wait_ended()
+    forming = asyncio.ensure_future(world.control.form(2))
+    registry = world.control.registry
+    number, invitation = registry.invite(1)
+    world.members[number] = ScriptedMember(invitation, number, "a", deaf_to={Load})
+    loading = asyncio.ensure_future(registry.admit(number))
+    await until(lambda: (member := registry.get(number)) is not None and member.is_loading)
+    world.control.on_process_exit(number, "was killed by signal 9")
+    with pytest.raises(StartError, match="was killed by signal 9"):
+        await loading
+    assert not forming.done()
+    member = await world.add(slot=1)
+    assert world.members[member].loads == [share(1)]
+    assert (await forming).members == (0, 2, member)
 
 
 async def test_sharded_weights_without_a_replacement_end_the_service(make_world: MakeWorld) -> None:

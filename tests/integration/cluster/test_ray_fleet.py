@@ -9,12 +9,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from coordinator.cluster import ray_fleet
 from coordinator.cluster.rank_manager import RankManager
 from coordinator.cluster.ray_fleet import RayFleet
 from coordinator.engine.engine import Engine
 from coordinator.engine_messages import Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
+from longleaf.resources import memory
 from longleaf.sampling import SamplingParams
 from tests.integration.cluster.test_rank_logs import rank_records
 from tests.integration.cluster.test_unauthenticated_peers import until
@@ -63,6 +65,33 @@ async def test_generates(ray_cluster: int) -> None:
         assert len(await service.answer(100, 20)) == 20
         (node,) = {worker.node for worker in service.engine.cluster().workers}
         assert ray.get_runtime_context().get_node_id().startswith(node)
+    finally:
+        await service.stop()
+
+
+async def test_memory_of_each_rank_is_read_on_its_node(ray_cluster: int) -> None:
+    """The slots are free for the ranks afterwards."""
+    service = Service(world_size=ray_cluster)
+    try:
+        await service.fleet.reserve(service.config)
+        found = await service.fleet.rank_memory()
+        assert found is not None
+        assert 0 < found <= memory().total // ray_cluster
+        await service.fleet.launch(service.config, service.control.invitations, service.control.on_process_exit)
+        await service.engine.start()
+    finally:
+        await service.stop()
+
+
+async def test_memory_is_unknown_where_a_node_does_not_answer(
+    ray_cluster: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray_fleet, "MEMORY_SECONDS", 0.0)
+    service = Service(world_size=ray_cluster)
+    try:
+        await service.fleet.reserve(service.config)
+        assert await service.fleet.rank_memory() is None
+        assert "the memory of the Ray nodes is unknown: GetTimeoutError" in caplog.text
     finally:
         await service.stop()
 

@@ -1,12 +1,12 @@
 """Extraction of uploaded files: limits of all files together, clients that do not read, cancellation."""
 
 import asyncio
-import errno
 import gc
-import os
+import tempfile
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, aclosing
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -15,9 +15,11 @@ from gateway.contexts.extraction import extract_files
 from gateway.contexts.received_files import ReceivedFile, ReceivedFiles
 from gateway.contexts.upload_slots import UploadSlots
 from longleaf.documents.collection import Collection
+from longleaf.documents.extraction_process import ExtractedFile, FileSection
 from longleaf.documents.limits import ExtractionLimits
-from longleaf.errors import InvalidArgument, StartError
+from longleaf.errors import InvalidArgument, Unavailable
 from tests.support import document_samples as samples
+from tests.support.full_disk import full_file
 
 
 async def received(contents: Mapping[str, bytes]) -> ReceivedFiles:
@@ -139,13 +141,36 @@ async def test_extraction_of_an_upload_has_a_time_limit(monkeypatch: pytest.Monk
 
 
 async def test_full_disk_at_the_copy_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    slots, files = UploadSlots(), {"a.txt": b"text", "b.txt": b"text"}
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "sendfile", full)
-        with pytest.raises(StartError, match="a file cannot be extracted: No space left on device"):
-            await extracted(files, slots)
+    slots, contents = UploadSlots(), {"a.txt": b"text", "b.txt": b"text"}
+    files, found = await received(contents), Collection()
+    monkeypatch.setattr(tempfile, "TemporaryFile", full_file)
+    with slots.slot("a", "a") as slot, pytest.raises(Unavailable, match="cannot extract the files: try again later"):
+        async for _ in extract_files(files, slot, as_text=False, found=found):
+            pass
     slots.audit()
-    assert len((await extracted(files, slots)).files) == 2
+
+
+async def test_files_stay_open_until_a_thread_no_longer_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client leaves just when the time limit has cancelled the extraction."""
+    began, is_free, seen = asyncio.Event(), threading.Event(), list[int]()
+    loop = asyncio.get_running_loop()
+
+    def slow(file: BinaryIO, *_: object, **__: object) -> ExtractedFile:
+        loop.call_soon_threadsafe(began.set)
+        assert is_free.wait(60)
+        seen.append(file.fileno())  # raises ValueError if it is closed
+        return ExtractedFile((FileSection("a.txt", "", "text"),), confined_by=("filter",))
+
+    monkeypatch.setattr(extraction, "extract", slow)
+    slots, files = UploadSlots(), await received({"a.txt": b"text"})
+    with slots.slot("a", "a") as slot:
+        work = asyncio.create_task(extraction._extract_in_turn(files, slot, False, extraction._Run(), Collection()))
+        await began.wait()
+        for _ in range(2):
+            work.cancel()
+            await asyncio.sleep(0)
+        assert not work.done()
+        is_free.set()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+    assert seen

@@ -4,7 +4,7 @@ import asyncio
 import json
 import tempfile
 from contextlib import AsyncExitStack, ExitStack, aclosing
-from typing import Any, BinaryIO, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
@@ -23,6 +23,7 @@ from longleaf.documents.extraction_process import ExtractedFile, FileSection
 from longleaf.service_settings import GatewayConfig
 from longleaf.types import IngestHeader
 from tests.support import document_samples as samples
+from tests.support.full_disk import full_file
 from tests.support.service import Served, byte_tokenizer
 
 PDF = {"content-type": "application/pdf"}
@@ -234,6 +235,7 @@ async def test_idle_bodies_delay_no_other_caller(service: Served, url: str) -> N
             "/v1/contexts/b", content=b"x", headers={**PDF, "authorization": "Bearer credential-0"}
         )
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "gateway_busy"
 
 
 async def test_client_that_does_not_read_its_events_frees_its_slot(service: Served) -> None:
@@ -255,14 +257,11 @@ async def test_client_that_does_not_read_its_events_frees_its_slot(service: Serv
     assert [each["phase"] for each in left][-1] == "ready"
 
 
-@pytest.mark.parametrize("content", [b"%PDF-1.7", b"x" * 2_000_000])
+@pytest.mark.parametrize("content", [b"%PDF-1.7", b"x" * 1000, b"x" * 2_000_000])
 async def test_full_disk_is_503(service: Served, url: str, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    def full(*_: object, **__: object) -> BinaryIO:
-        return cast(BinaryIO, open("/dev/full", "r+b", buffering=0))
-
     async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         with monkeypatch.context() as patch:
-            patch.setattr(tempfile, "TemporaryFile", full)
+            patch.setattr(tempfile, "TemporaryFile", full_file)
             sent = (
                 {"files": {"file": ("a.txt", content)}} if len(content) > 100 else {"content": content, "headers": PDF}
             )

@@ -107,6 +107,42 @@ async def test_pages_of_allowed_origins_can_read_errors(service: Served) -> None
             assert answer.json()["error"]["message"]
 
 
+async def test_pages_of_allowed_origins_can_read_errors_before_routing(service: Served) -> None:
+    """The head may be too long before its Origin arrives: a single allowed origin is then assumed."""
+    other = "http://localhost:3000"
+    long, many = f"x: {'x' * 99_999}\r\n", "".join(f"x-{i}: 1\r\n" for i in range(200))
+    for origins, lines, status, allowed in (
+        ((CHAT, other), f"origin: {CHAT}\r\n{long}", 431, CHAT),
+        ((CHAT, other), f"Origin: {other}\r\n{many}", 431, other),
+        ((CHAT,), f"{many}origin: {CHAT}\r\n", 431, CHAT),
+        ((CHAT, other), f"{many}origin: {CHAT}\r\n", 431, None),
+        ((CHAT,), f"origin: https://evil.example\r\n{many}", 431, None),
+        ((), f"origin: {CHAT}\r\n{many}", 431, None),
+    ):
+        async with opened(service.address, allow_origin=origins) as url:
+            headers = await refused_headers(url, lines, status)
+            assert headers.get("access-control-allow-origin") == allowed
+            assert ("retry-after" in headers.get("access-control-expose-headers", "")) == (allowed is not None)
+    async with opened(service.address, allow_origin=(CHAT,), max_connections=1) as url:
+        async with httpx2.AsyncClient(base_url=url) as client:
+            assert (await client.get("/healthz")).status_code == 200  # its connection stays open
+            headers = await refused_headers(url, f"origin: {CHAT}\r\n", 503)
+        assert (headers["access-control-allow-origin"], headers["retry-after"]) == (CHAT, "1")
+
+
+async def refused_headers(url: str, lines: str, status: int) -> dict[str, str]:
+    """The headers of the answer to a request with these header lines, which has this status."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n{lines}\r\n".encode())
+    async with asyncio.timeout(10):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    writer.close()
+    first, *found = head.strip().split("\r\n")
+    assert first.split()[1] == str(status), head
+    return dict(line.split(": ", 1) for line in found)
+
+
 async def test_preflight_requests_of_allowed_origins_are_answered(service: Served) -> None:
     asked = {
         "access-control-request-method": "POST",
@@ -218,7 +254,7 @@ async def test_connections_are_bounded(service: Served) -> None:
         async with httpx2.AsyncClient(base_url=url) as client:
             for asking in (client.get("/healthz"), client.post("/v1/completions", content=b"x" * 1_000_000)):
                 answer = await asking
-                assert answer.status_code == 503 and answer.json()["error"]["code"] == "unavailable"
+                assert answer.status_code == 503 and answer.json()["error"]["code"] == "gateway_busy"
                 reported = [answer.headers[name] for name in ("retry-after", "x-content-type-options", "connection")]
                 assert reported == ["1", "nosniff", "close"]
         late = await connect()

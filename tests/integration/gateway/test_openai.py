@@ -70,6 +70,26 @@ async def test_inexact_answer_gives_the_reason(service: Served, url: str, path: 
         assert (found["exact"], found["exactness_note"]) == (False, "not verified")
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_answer_names_the_dequantization_of_the_weights(service: Served, url: str, path: str) -> None:
+    note = service.engine.dequantization = "fp8 128x128 checkpoint, computed in bfloat16"
+    body = {"model": "fake", "max_tokens": 9}
+    body |= {"messages": QUESTION} if path == "chat/completions" else {"prompt": "who?"}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    async with httpx2.AsyncClient(base_url=f"{url}/v1/") as client:
+        whole = await client.post(path, json=body)
+        stream = await client.post(path, json=body | streamed)
+        cluster = await client.get("cluster", params={"once": "true"})
+        service.engine.dequantization = ""
+        plain = await client.post(path, json=body)
+    lines = [line.removeprefix("data: ") for line in stream.text.splitlines() if line.startswith("data: {")]
+    chunks = [chunk for chunk in map(json.loads, lines) if "exact" in chunk]
+    assert len(chunks) == 2
+    for found in (whole.json(), cluster.json(), *chunks):
+        assert (found["exact"], found["dequantization"]) == (True, note)
+    assert "dequantization" not in plain.json()
+
+
 async def test_synchronous_client_streams(url: str) -> None:
     def stream() -> str:
         with OpenAI(base_url=f"{url}/v1", api_key="none") as client:

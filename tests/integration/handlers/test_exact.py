@@ -14,9 +14,9 @@ from tests.support import gated
 from tests.support.fakes.ranks import FakeRanks
 
 
-async def responses(settings: dict[str, Any], folder: Path) -> list[Any]:
+async def responses(settings: dict[str, Any], folder: Path, make_ranks: type[FakeRanks] = FakeRanks) -> list[Any]:
     """One response of each kind that reports exactness, from a service with these settings."""
-    ranks = FakeRanks(settings["world_size"], 100, vocab=200)
+    ranks = make_ranks(settings["world_size"], 100, vocab=200)
     async with (
         gated.serving(ranks, folder, chunk_size=32, replicate_below=8, **settings) as (_, address),
         AsyncClient(address) as client,
@@ -49,6 +49,22 @@ async def test_every_response_reports_whether_it_is_exact(tmp_path: Path, settin
     found = await responses(settings, tmp_path / "model")
     assert len(found) >= 9
     assert [(response.is_exact, response.exactness_note) for response in found] == [(not note, note)] * len(found)
+
+
+async def test_every_response_names_the_dequantization(tmp_path: Path) -> None:
+    """Exact then refers to the dequantized weights."""
+    note = "fp8 128x128 checkpoint, computed in bfloat16"
+
+    class DequantizingRanks(FakeRanks):
+        async def start(self, epoch: int) -> Formation:
+            formation = await super().start(epoch)
+            readies = [msgspec.structs.replace(ready, dequantization=note) for ready in formation.readies]
+            return replace(formation, readies=tuple(readies))
+
+    found = await responses({"world_size": 2}, tmp_path / "model", DequantizingRanks)
+    assert [(response.is_exact, response.dequantization) for response in found] == [(True, note)] * len(found)
+    found = await responses({"world_size": 2}, tmp_path / "plain")
+    assert {response.dequantization for response in found} == {""}
 
 
 async def test_unverified_rank_makes_answers_inexact(tmp_path: Path) -> None:

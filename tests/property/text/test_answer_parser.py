@@ -1,4 +1,4 @@
-"""Answers are split into text, reasoning and calls in the same way, whatever pieces they arrive in."""
+"""The split of an answer into text, reasoning and calls does not depend on the pieces in which it arrives."""
 
 import json
 import time

@@ -272,6 +272,9 @@ class FakeFleet:
         self.requested.set()
         return await asyncio.get_running_loop().create_future()
 
+    async def rank_memory(self) -> int | None:
+        return None
+
     async def launch(self, config: EngineConfig, invitations: Sequence[ConnectInfo], on_death: OnDeath) -> None:
         raise AssertionError("there is no place")
 

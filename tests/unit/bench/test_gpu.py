@@ -39,7 +39,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("module", ["bench.gpu", "tests.gpu"])
+@pytest.mark.parametrize("module", ["bench.gpu", "bench.gpu.weights", "tests.gpu"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_a_notice_is_printed_and_the_exit_code_is_0(module):
     run = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, timeout=120)

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from coordinator.text.compat_check import check as check_text
 from longleaf import weights_choice
-from longleaf.cli.models import describe_exchanges, kinds_table, spans
+from longleaf.cli.models import describe_exchanges, describe_spare, kinds_table, spans
 from longleaf.config import EngineConfig
 from longleaf.fingerprint import read_fingerprint
+from longleaf.formatting import human_bytes
 from longleaf.model_report import AttentionKind, ExchangeReport, ReplicatedReport
 from longleaf.resources import Memory
 from tests.support.terminal import Terminal
@@ -65,6 +66,22 @@ def test_weights_of_each_rank_are_reported_if_there_are_several(tmp_path: Path) 
     assert len(three.share_bytes) == 3
     assert sharded.share_bytes == three.share_bytes
     assert sharded.weight_bytes / 3 <= max(three.share_bytes) < 0.4 * three.weight_bytes
+
+
+def test_room_for_lost_ranks_is_printed(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    settings = {"world_size": 3, "spare_ranks": 1, "kv_bytes": 1 << 20}
+    found = check(config(folder, weights="sharded", **settings), has_weights=False)
+    room = human_bytes(found.spare_bytes)
+    assert describe_spare(found) == f"{room} more for a lost rank, not used for keys and values"
+    whole = check(config(folder, weights="whole", **settings), has_weights=False)
+    assert describe_spare(whole) == f"{room} more for a lost rank, with --weights sharded"
+
+
+def test_as_many_spare_ranks_as_ranks_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    found = check(config(folder, world_size=2, spare_ranks=2, weights="sharded"), has_weights=False)
+    assert found.reason == "spare_ranks: 2 is not below the 2 ranks"
 
 
 @pytest.mark.parametrize(("free_of_weights", "weights"), [(2.0, "sharded"), (3.0, "whole")])

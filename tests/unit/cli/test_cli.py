@@ -49,6 +49,11 @@ from longleaf.service_settings import HttpConfig, ServiceConfig
 from longleaf.types import Cluster, Context, Drafting, ModelInfo, RankShare, Recovery, Storage, Worker
 from tests.support.terminal import Terminal
 
+TAKEN = (
+    "there is already a context named moby: append to it (`longleaf ingest --append`), delete it (`longleaf contexts "
+    "delete moby`), or use another name"
+)
+
 
 async def test_context_is_ingested_queried_listed_and_deleted(terminal: Terminal, book: str) -> None:
     code, out, err = await terminal.run("ingest", book, "--name", "moby")
@@ -247,6 +252,8 @@ def test_merges_inside_and_between_nodes_are_reported() -> None:
         (["ingest", "/dev/null", "--name", "x", "--encoding", "rot13"], "--encoding: 'rot13' is not a known charset"),
         (["ingest", "/dev/null", "--name", "x"], "/dev/null: the document is empty"),
         (["contexts", "show", "none"], "no context named none"),
+        (["ingest", str(Path(__file__)), "--name", "moby"], TAKEN),
+        (["contexts", "fork", "moby", "moby"], TAKEN),
     ],
 )
 async def test_bad_input_is_one_line_and_exit_code_2(terminal: Terminal, arguments: list[str], message: str) -> None:
@@ -452,6 +459,25 @@ def test_service_receives_absolute_paths(tmp_path: Path, monkeypatch: pytest.Mon
         paths = [config.engine.model, config.data.data_dir, config.security.tls_cert, config.security.tls_key]
         assert paths == [str(tmp_path / name) for name in ("model", "data", "c", "k")]
         assert (config.security.credentials, config.engine.snapshot_url) == (str(tmp_path / "t"), wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ingset", "book.txt"], "No such command 'ingset'. Did you mean 'ingest'?"),
+        (["contexts", "delte", "x"], "No such command 'delte'. Did you mean 'delete'?"),
+        (["serve", "--word-size", "4"], "No such option: --word-size (Possible options: "),
+        (["serve", "--word-size", "4"], "--world-size"),
+        (["ask", "x", "Who?", "--sorces"], "No such option: --sorces (Possible options: --source-count, --sources)"),
+    ],
+)
+def test_misspelled_commands_and_options_are_corrected(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        app.main(arguments)
+    assert end.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,16 @@ async def test_inexact_answer_gives_the_reason(terminal: Terminal) -> None:
     assert (cluster["is_exact"], cluster["exactness_note"]) == (False, "not verified")
 
 
+async def test_dequantization_of_the_weights_is_shown_with_the_exactness(terminal: Terminal) -> None:
+    note = terminal.engine.dequantization = "fp8 128x128 checkpoint, computed in bfloat16"
+    *_, last = await terminal.json("generate", "--prompt", "x")
+    assert (last["is_exact"], last["dequantization"]) == (True, note)
+    assert (await terminal.run("generate", "--prompt", "x"))[2].rstrip().endswith(f"; exact ({note})]")
+    assert f"answers are exact ({note})" in (await terminal.run("cluster"))[1]
+    terminal.engine.exactness_note = "not verified"
+    assert f"answers are not exact (not verified; {note})" in (await terminal.run("cluster"))[1]
+
+
 @pytest.mark.parametrize("options", [(), ("--json",), ("--samples", "2")])
 async def test_answer_beyond_the_trained_length_causes_one_notice(terminal: Terminal, options: tuple[str, ...]) -> None:
     ends = (engine_messages.Ended("length", 1, 0, 0, 0.0, 0.0, 0.0, sample) for sample in range(2))

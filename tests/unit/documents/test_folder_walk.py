@@ -62,6 +62,22 @@ def test_patterns_with_many_stars_are_reported(tmp_path: Path) -> None:
     ]
 
 
+def test_invalid_patterns_are_reported_with_their_lines(tmp_path: Path) -> None:
+    """The other patterns apply, as in git."""
+    for name in ("a.log", "b.tmp", "b.txt", "c.tmp"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / ".gitignore").write_text("# logs\n\n*.log\n[z-a]\n!\n*.tmp\n!b.tmp\n")
+    found = walk(tmp_path)
+    assert {name.partition("/")[2]: reason for name, reason in found.items() if not name.endswith(".gitignore")} == {
+        "a.log": "is excluded by .gitignore",
+        "b.tmp": "",
+        "b.txt": "",
+        "c.tmp": "is excluded by .gitignore",
+    }
+    remarks = [file.refused for file in FolderWalk(tmp_path).files() if file.path.name == ".gitignore"]
+    assert remarks == ["has 2 invalid patterns, not applied: line 4, line 5", "is hidden"]
+
+
 def test_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="gone: cannot be read: No such file or directory"):
         walk(tmp_path / "gone")

@@ -44,7 +44,7 @@ def problem(caught: pytest.ExceptionInfo[HttpProblem]) -> tuple[int, str | None,
     return error.status, error.code, error.kind, error.headers.get("retry-after")
 
 
-FULL = (503, "unavailable", "server_error", "1")
+FULL = (503, "gateway_busy", "server_error", "1")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gateway.protocol import full
+
 PAGE = Path(__file__).parents[3] / "gateway" / "page"
 LONG = (
     "body: at least 9,031 tokens do not fit in 8,192 tokens of the model's context, the length that it was trained for "
@@ -32,3 +34,16 @@ def test_permanent_errors_suggest_no_retry() -> None:
         "at least 9,031 tokens do not fit in 8,192 tokens of the model's context, the length that it was trained for."
     )
     assert found[0][1] == f"The request is invalid: {message}"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_busy_gateway_is_not_reported_as_an_unavailable_service() -> None:
+    problem = full(2)
+    script = f"""
+    import {{ Refusal, sentence }} from "{PAGE.as_uri()}/errors.js";
+    const headers = new Headers({json.dumps(problem.headers)});
+    console.log(sentence(new Refusal({problem.status}, {problem.encoded().decode()}.error, headers)));
+    """
+    done = subprocess.run(["node", "--input-type=module", "-e", script], capture_output=True, text=True, timeout=30)
+    message = "The gateway is busy: it has 2 connections, and takes no more. Try again in 1 s.\n"
+    assert (done.stdout, done.stderr) == (message, "")

@@ -94,7 +94,9 @@ SETTINGS = [
         Started(5, 3, 2, "a.B-c_9", True),
         Started(5, 3, 2, "a.B-c_9", is_exact=True),
         Started(5, 3, 2, "a.B-c_9", exactness_note="not verified"),
+        Started(5, 3, 2, "a.B-c_9", is_exact=True, dequantization="fp8 checkpoint, computed in bfloat16"),
         Finished("stop", exactness_note="not verified"),
+        Finished("stop", is_exact=True, dequantization="fp8 checkpoint, computed in bfloat16"),
         Progress(3, 5),
         Recovering(3, 5, 9),
         Recovering(0, 0, 0),
@@ -250,6 +252,7 @@ def test_clusters_survive() -> None:
         max_window_tokens=11,
         is_exact=True,
         exactness_note="not verified",
+        dequantization="fp8 checkpoint, computed in bfloat16",
         recovery=Recovery(
             epoch=2, lost_tokens=9, recovered_tokens=5, seconds=0.25, is_done=True, dropped_contexts=("a", "b")
         ),

@@ -134,6 +134,15 @@ def test_processors_are_limited_by_affinity_and_quota(system, monkeypatch, group
     assert resources.num_processors(system(processes(groups, mounts) | files)) == wanted
 
 
+def test_ranks_of_a_machine_divide_its_memory_or_have_a_gpu_each(monkeypatch):
+    monkeypatch.setattr(resources, "memory", lambda: resources.Memory(100 * MIB, 90 * MIB))
+    monkeypatch.setattr(resources, "gpu_memory", lambda: [24 * MIB, 16 * MIB])
+    assert resources.slot_memory(3, has_gpu=False) == 30 * MIB
+    assert resources.slot_memory(3, has_gpu=True) == 16 * MIB
+    monkeypatch.setattr(resources, "gpu_memory", list)
+    assert resources.slot_memory(3, has_gpu=True) is None
+
+
 def test_affinity_counts_for_slots(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
     config.check_slots_here(config.RANKS_PER_CPU)

@@ -9,9 +9,10 @@ from safetensors.torch import save_file
 
 from longleaf import weights_choice
 from longleaf.config import EngineConfig
+from longleaf.errors import InvalidArgument
 from longleaf.resources import Memory
 from longleaf.service_settings import ServiceConfig
-from longleaf.weights_choice import choose_weights, whole_bytes, with_weights
+from longleaf.weights_choice import choose_weights, whole_bytes, with_chosen_weights, with_weights
 from tests.support.small_weights import write_tensors
 
 GB = 10**9
@@ -89,10 +90,27 @@ def test_a_given_choice_is_final(folder, monkeypatch, given):
     assert chosen(service(folder, weights=given)) == (given, [])
 
 
-def test_weights_are_whole_where_the_memory_is_unknown(folder, monkeypatch):
+def test_weights_are_whole_where_the_memory_is_unknown(folder):
+    assert with_chosen_weights(service(folder).engine, None)[0].weights == "whole"
+
+
+def test_the_service_chooses_on_a_ray_cluster(folder, monkeypatch):
+    """The memory of this machine is not that of the ranks."""
     monkeypatch.setattr(weights_choice, "memory", lambda: Memory(1, 1))
-    assert chosen(replace(service(folder), ray_address="auto")) == ("whole", [])
-    assert chosen(service(folder, world_size=1)) == ("whole", [])
+    assert chosen(replace(service(folder), ray_address="auto")) == ("auto", [])
+    assert chosen(replace(service(folder, world_size=1), ray_address="auto")) == ("whole", [])
+
+
+@pytest.mark.parametrize(("rank_memory", "expected"), [(2300, "whole"), (2200, "sharded")])
+def test_the_choice_follows_from_the_memory_of_the_nodes(folder, rank_memory, expected):
+    engine, reason = with_chosen_weights(service(folder).engine, rank_memory)
+    assert engine.weights == expected
+    assert bool(reason) == (expected == "sharded")
+
+
+def test_settings_that_sharded_weights_cannot_meet_are_refused(folder):
+    with pytest.raises(InvalidArgument, match="spare_ranks"):
+        with_chosen_weights(service(folder, spare_ranks=4).engine, 2200)
 
 
 def test_packed_numbers_are_counted(tmp_path):

@@ -9,10 +9,11 @@ from longleaf import resources
 from longleaf.config import EngineConfig
 from longleaf.errors import ModelRefused, StartError
 from longleaf.positions import AttentionSpan, WindowSpec
+from longleaf.shares import even_share
 from tests.support.scheduling import Asker
 from tests.support.threads import make_spec
-from workers.compat_check import kv_bytes_beside
-from workers.kv_cache.pools import make_pool
+from workers.compat_check import check, kv_bytes_beside
+from workers.kv_cache.pools import FREE_MEMORY_SHARE, make_pool
 from workers.model.meta_model import meta_model
 from workers.rank import Rank
 from zoo.checkpoints import make_checkpoint
@@ -152,6 +153,29 @@ def test_pool_larger_than_memory_is_refused_before_loading(monkeypatch):
         Rank(make_spec(0, msgspec.structs.replace(config, kv_bytes=250))).load()
     with pytest.raises(StartError, match="^kv_bytes: 1,001 for each of 1 rank here exceeds the 1,000 bytes"):
         Rank(make_spec(0, msgspec.structs.replace(config, kv_bytes=1001, world_size=1))).load()
+
+
+def test_check_and_ranks_set_aside_the_same_room_for_lost_ranks(tmp_path, monkeypatch):
+    folder = make_checkpoint(tmp_path, "llama", num_layers=2)
+    config = EngineConfig(
+        model=str(folder), world_size=3, weights="sharded", spare_ranks=1, device="cpu", block_size=BLOCK
+    )
+    free = 50 << 20
+    monkeypatch.setattr(resources, "memory", lambda: resources.Memory(1 << 40, free))
+    ranks = [Rank(make_spec(number, config)) for number in range(3)]
+    for number, rank in enumerate(ranks):
+        rank.load(even_share(number, 3))
+    spare = max(rank.model.spare_bytes for rank in ranks)
+    shares = check(config, has_weights=False).share_bytes
+    free += 3 * max(shares)  # ranks see the memory that is left beside their weights
+    found = check(config, has_weights=False)
+    assert found.spare_bytes == spare > 40 / 80 * 0.9 * min(shares)
+    assert found.plans[0].rooms[0].kv_bytes == int(((50 << 20) - 3 * spare) * FREE_MEMORY_SHARE / 3)
+    assert found.plans[0].rooms[0].tokens == BLOCK * min(rank.pool.num_blocks for rank in ranks)
+    without = check(msgspec.structs.replace(config, spare_ranks=0), has_weights=False)
+    assert (without.spare_bytes, without.plans[0].tokens > found.plans[0].tokens) == (0, True)
+    for rank in ranks:
+        rank.close()
 
 
 def test_check_uses_the_memory_limit_of_a_container(monkeypatch):

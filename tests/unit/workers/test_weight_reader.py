@@ -104,5 +104,14 @@ def test_a_file_that_ends_early_is_refused(tmp_path):
     folder = make_checkpoint(tmp_path, "llama")
     [path] = folder.glob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-1000])
-    with open_weights(folder) as (tensors, _), pytest.raises(ValueError, match="ends before"):
-        _ = [tensor[...] for tensor in tensors.values()]
+    with pytest.raises(ModelRefused, match="bytes before the end of tensor"), open_weights(folder):
+        pass
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path):
+    folder = make_checkpoint(tmp_path, "llama")
+    [path] = folder.glob("*.safetensors")
+    with open_weights(folder) as (tensors, _):
+        path.write_bytes(path.read_bytes()[:-1000])
+        with pytest.raises(ValueError, match="ends before"):
+            _ = [tensor[...] for tensor in tensors.values()]

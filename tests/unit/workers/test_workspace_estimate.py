@@ -54,6 +54,13 @@ def test_steps_with_drafts_have_more_rows_than_sequences(model_of):
     assert drafting.graphs == many.graphs > without.graphs
 
 
+def test_sharded_layers_compute_the_rows_of_all_ranks(model_of):
+    """The model without weights, as in `models check`, needs the same room."""
+    whole, sharded = (needed(model_of(), 4, weights=weights) for weights in ("whole", "sharded"))
+    num_rows, num_logits = 1024, 8 * 512
+    assert sharded.chunk - whole.chunk == 4 * num_rows * workspaces.WIDE_TENSORS * 192 * 2 + 2 * num_logits * 2
+
+
 def test_single_rank(model_of):
     found = needed(model_of())
     assert found.chunk == 4096 * workspaces.WIDE_TENSORS * 192 * 2 + 8 * 512 * 4
