@@ -175,7 +175,8 @@ class Service:
         """Replaces the weights `auto` by the memory of the ranks, and returns the notes on the choice. Raises
         InvalidArgument."""
         rank_memory = await self._fleet.rank_memory()
-        chosen, reason = await asyncio.to_thread(with_chosen_weights, config, rank_memory)
+        is_on_gpus = config.device != "cpu"  # if the ranks choose their devices, these may be GPUs
+        chosen, reason = await asyncio.to_thread(with_chosen_weights, config, rank_memory, is_on_gpus=is_on_gpus)
         if rank_memory is None and self._config.launcher == "ray":
             reason = WHOLE_UNKNOWN
         return chosen, (reason,) if reason else ()

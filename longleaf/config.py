@@ -43,6 +43,12 @@ SnapshotsChoice = Literal["seal", "demand", "off"]
 """When snapshots of keys and values are written: after a document is read, on request, or never."""
 WindowKeys = Literal["sharded", "replicated"]
 WeightsChoice = Literal["auto", "whole", "sharded"]
+WeightsDtype = Literal["auto", "stored", "dequantized"]
+WEIGHTS_DTYPE_HELP = (
+    "Quantized weights in memory; dequantized: in the type of --dtype; stored: in the 4 or 8 bits of the checkpoint, "
+    "dequantized in each product, on CPUs only; auto: dequantized if they fit into 90 % of the memory of each rank, "
+    "otherwise stored."
+)
 SamplingDefaults = Literal["greedy", "model"]
 """Defaults for sampling parameters that a request omits: greedy decoding, or the values of generation_config.json."""
 
@@ -109,6 +115,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     """Replaced before ranks start (`longleaf.weights_choice`): by the command, or on an existing Ray cluster by the
     service. Elsewhere auto means whole."""
+    weights_dtype: Annotated[WeightsDtype, Option(SERVICE, WEIGHTS_DTYPE_HELP)] = "auto"
+    """Replaced together with `weights`. Elsewhere auto means dequantized."""
     allow_long: Annotated[
         bool, Option(SERVICE, "Accept more tokens than the model was trained for; answers may get worse.")
     ] = False

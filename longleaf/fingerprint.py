@@ -136,14 +136,15 @@ def weight_files(folder: Path) -> Sequence[str]:
     return sorted({name for name in named.values() if name.endswith(".safetensors")})
 
 
-def count_numbers(folder: Path) -> dict[str, int]:
+def count_numbers(folder: Path, part: str = "") -> dict[str, int]:
     """The numbers in the weights of the model in `folder`, by the name of their type in safetensors files; empty if
-    there are none in this format. Raises ModelRefused, which names the file.
+    there are none in this format. Only tensors whose names contain `part` count. Raises ModelRefused, which names the
+    file.
     """
     found = dict[str, int]()
     for name in weight_files(folder):
         with _opened(folder / name) as (_, places):
-            for place in places.values():
+            for place in (place for tensor, place in places.items() if part in tensor):
                 found[place.dtype] = found.get(place.dtype, 0) + prod(place.shape)
     return found
 

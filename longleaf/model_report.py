@@ -2,7 +2,7 @@
 
 import msgspec
 
-from longleaf.config import WeightsChoice, WindowKeys
+from longleaf.config import WeightsChoice, WeightsDtype, WindowKeys
 from longleaf.fingerprint import Fingerprint
 from longleaf.formatting import describe_dtypes
 
@@ -116,11 +116,15 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of that room on each rank, at most. Keys and values do not use it."""
     weights: WeightsChoice = "whole"
     """The weights of each rank in `plans`."""
+    weights_dtype: WeightsDtype = "dequantized"
+    """Whether quantized weights are stored or dequantized in the memory of ranks, in all sizes."""
+    other_bytes: int = 0
+    """Bytes of all weights in the other of these two ways; 0 if no weight can remain as stored."""
     exchanges: ExchangeReport | None = None
     """Exchanges of a decode step; None for one rank, and if the weights cannot be sharded."""
     quantized: dict[str, int] = {}
-    """Number of stored tensors by quantized layout, such as `fp8 128x128`; empty if the weights are not quantized. They
-    are dequantized to `dtype`, in which all sizes are given."""
+    """Number of stored tensors by quantized layout, such as `fp8 128x128`; empty if the weights are not quantized.
+    Products are computed in `dtype`."""
     has_weights: bool = False
     """Whether the weights were loaded."""
     is_exact: bool | None = None

@@ -1,4 +1,4 @@
-"""The weights that each rank holds where `--weights auto` leaves the choice to the service."""
+"""The weights that each rank holds where `--weights auto` or `--weights-dtype auto` leaves this to the service."""
 
 import logging
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from longleaf.config import DtypeName, EngineConfig
+from longleaf.config import DtypeName, EngineConfig, WeightsChoice, WeightsDtype
 from longleaf.errors import ModelRefused
 from longleaf.fingerprint import CONFIG, count_numbers
 from longleaf.formatting import human_bytes
@@ -22,6 +22,10 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes of a number, by the names of types in safetensors files."""
 QUANTIZED_NUMBERS = {"U8": 2, "I32": 8}
 """Numbers of 4 bits in an element of packed types, by their names in safetensors files."""
+EXPERTS = ".experts."
+"""Part of the names of experts, which are always dequantized."""
+QUANTIZED_BYTES = {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "I32": 4}
+"""Bytes of an element of quantized types."""
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 log = logging.getLogger(__name__)
@@ -34,53 +38,106 @@ class _Config(msgspec.Struct, frozen=True):
     quantization_config: object = None
 
 
+class WeightsInMemory(msgspec.Struct, frozen=True):
+    """The weights of each rank, without choices that are left open."""
+
+    weights: Literal["whole", "sharded"]
+    weights_dtype: Literal["stored", "dequantized"]
+
+
+class WeightSizes(msgspec.Struct, frozen=True):
+    """Bytes of all weights of a checkpoint; 0 if they are unknown."""
+
+    dequantized: int
+    stored: int = 0
+    """With quantized weights as they are stored; 0 if there are none, or the ranks do not support them."""
+
+
 def choose_weights(
-    weight_bytes: int, rank_memory: int | None, world_size: int, kv_bytes: int = 0
-) -> Literal["whole", "sharded"]:
-    """`whole` if the memory of each rank has room for all weights and for `kv_bytes` of keys and values, in bytes. The
-    choice is `whole` as well if there are 0 bytes of weights, or if the memory is unknown (None).
+    weights: WeightsChoice,
+    weights_dtype: WeightsDtype,
+    sizes: WeightSizes,
+    rank_memory: int | None,
+    world_size: int,
+    kv_bytes: int = 0,
+) -> WeightsInMemory:
+    """The first of whole dequantized, whole stored, sharded dequantized and sharded stored weights that `weights` and
+    `weights_dtype` allow, and for which the memory of each rank has room beside `kv_bytes` bytes of keys and values.
+    The last allowed one if none fits; the first if the memory is unknown (None).
     """
-    if world_size == 1 or not weight_bytes or rank_memory is None:
-        return "whole"
-    return "whole" if weight_bytes + kv_bytes <= (1 - REMAINING) * rank_memory else "sharded"
+    ways: tuple[Literal["whole", "sharded"], ...] = ("whole", "sharded") if world_size > 1 else ("whole",)
+    types: tuple[Literal["stored", "dequantized"], ...] = (
+        ("dequantized", "stored") if sizes.stored else ("dequantized",)
+    )
+    ways = (weights,) if weights != "auto" else ways
+    types = (weights_dtype,) if weights_dtype != "auto" else types
+    allowed = [WeightsInMemory(way, kind) for way in ways for kind in types]
+    if rank_memory is None or not sizes.dequantized:
+        return allowed[0]
+    room = (1 - REMAINING) * rank_memory - kv_bytes
+    return next((chosen for chosen in allowed if bytes_of_rank(chosen, sizes, world_size) <= room), allowed[-1])
+
+
+def bytes_of_rank(chosen: WeightsInMemory, sizes: WeightSizes, world_size: int) -> float:
+    """About the bytes of the weights on each rank."""
+    size = sizes.stored if chosen.weights_dtype == "stored" else sizes.dequantized
+    return size / world_size if chosen.weights == "sharded" else size
 
 
 def with_weights(config: ServiceConfig, num_gpus: int, notify: Callable[[str], None]) -> ServiceConfig:
-    """The settings with `whole` or `sharded` instead of `auto`. The model is a local folder. `num_gpus`: the GPUs of
-    this machine. `notify` receives a message if the weights are sharded.
+    """The settings with `whole` or `sharded`, and `stored` or `dequantized`, instead of `auto`. The model is a local
+    folder. `num_gpus`: the GPUs of this machine. `notify` receives a message unless all weights are whole and
+    dequantized.
 
     On an existing Ray cluster `auto` remains: the service chooses when it knows the nodes of its ranks.
     """
     engine = config.engine
-    if engine.weights != "auto" or (config.ray_address is not None and engine.world_size > 1):
+    if not has_choice(engine) or (config.ray_address is not None and engine.world_size > 1):
         return config
-    chosen, message = with_chosen_weights(engine, memory_of_rank(engine, num_gpus))
+    is_on_gpus = bool(num_gpus) and engine.device != "cpu"
+    chosen, message = with_chosen_weights(engine, memory_of_rank(engine, num_gpus), is_on_gpus=is_on_gpus)
     if message:
         notify(message)
     return msgspec.structs.replace(config, engine=chosen)
 
 
-def with_chosen_weights(engine: EngineConfig, rank_memory: int | None) -> tuple[EngineConfig, str]:
-    """The settings with `whole` or `sharded` instead of `auto`, and the reason for sharded weights, empty for whole
-    ones. `rank_memory`: bytes of the memory of each rank, None if it is unknown.
+def has_choice(engine: EngineConfig) -> bool:
+    """Whether the settings leave a choice of the weights open."""
+    return "auto" in (engine.weights, engine.weights_dtype)
+
+
+def with_chosen_weights(
+    engine: EngineConfig, rank_memory: int | None, *, is_on_gpus: bool = False
+) -> tuple[EngineConfig, str]:
+    """The settings with `whole` or `sharded`, and `stored` or `dequantized`, instead of `auto`, and the reason for a
+    choice other than whole dequantized weights, or an empty string. `rank_memory`: bytes of the memory of each rank,
+    None if it is unknown. GPUs do not support stored weights.
 
     Raises InvalidArgument for settings that are invalid with sharded weights.
     """
-    weight_bytes = 0 if engine.world_size == 1 else whole_bytes(Path(engine.model), engine.dtype)
-    weights = choose_weights(weight_bytes, rank_memory, engine.world_size, engine.kv_bytes or 0)
-    chosen = msgspec.structs.replace(engine, weights=weights)
+    sizes = sizes_of(Path(engine.model), engine.dtype)
+    sizes = msgspec.structs.replace(sizes, stored=0) if is_on_gpus else sizes
+    given = engine.weights, engine.weights_dtype
+    weights = choose_weights(*given, sizes, rank_memory, engine.world_size, engine.kv_bytes or 0)
+    chosen = msgspec.structs.replace(engine, weights=weights.weights, weights_dtype=weights.weights_dtype)
     chosen.check()
-    if weights == "whole" or rank_memory is None:
+    is_sharded = engine.weights == "auto" and weights.weights == "sharded"
+    is_stored = engine.weights_dtype == "auto" and weights.weights_dtype == "stored"
+    if rank_memory is None or not (is_sharded or is_stored):
         return chosen, ""
-    return chosen, describe_choice(weight_bytes, rank_memory, engine.world_size)
+    return chosen, describe_choice(weights, sizes, rank_memory, engine.world_size)
 
 
-def describe_choice(weight_bytes: int, rank_memory: int, world_size: int) -> str:
-    """The reason for sharded weights, and the bytes on each rank."""
-    share = human_bytes(weight_bytes / world_size)
-    whole, there = human_bytes(weight_bytes), human_bytes(rank_memory)
-    ranks = count_ranks(world_size)
-    return f"weights: sharded, about {share} on each of {ranks}: all {whole} do not fit into the {there} of a rank"
+def describe_choice(chosen: WeightsInMemory, sizes: WeightSizes, rank_memory: int, world_size: int) -> str:
+    """The reason for sharded or stored weights, and the bytes on each rank."""
+    size = human_bytes(bytes_of_rank(chosen, sizes, world_size))
+    kinds = ["sharded"] if chosen.weights == "sharded" else []
+    kinds += ["kept as stored"] if chosen.weights_dtype == "stored" else []
+    where = f"on each of {count_ranks(world_size)}" if world_size > 1 else "in memory"
+    whole, there = human_bytes(sizes.dequantized), human_bytes(rank_memory)
+    dequantized = " dequantized" if chosen.weights_dtype == "stored" else ""
+    reason = f"all {whole}{dequantized} do not fit into the {there} of a rank"
+    return f"weights: {' and '.join(kinds)}, about {size} {where}: {reason}"
 
 
 def memory_of_rank(engine: EngineConfig, num_gpus: int) -> int | None:
@@ -93,22 +150,27 @@ def memory_of_rank(engine: EngineConfig, num_gpus: int) -> int | None:
     return memory().free // engine.world_size
 
 
-def whole_bytes(folder: Path, dtype: DtypeName) -> int:
-    """Bytes of all weights of a checkpoint in `dtype`, from the headers of its files; 0 if they are unknown. Packed
+def sizes_of(folder: Path, dtype: DtypeName) -> WeightSizes:
+    """Bytes of all weights of a checkpoint, in `dtype` and as they are stored, from the headers of its files. Packed
     numbers are counted as if they had 4 bits. Ranks report files that cannot be read.
     """
     try:
-        counts = count_numbers(folder)
+        counts, experts = count_numbers(folder), count_numbers(folder, EXPERTS)
         config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=_Config)
     except (ModelRefused, OSError, ValueError, msgspec.MsgspecError) as error:
         log.debug("weights of unknown size: %s", error)
-        return 0
+        return WeightSizes(0)
     named = (config.dtype or config.torch_dtype or "auto") if dtype == "auto" else dtype
+    stated: int | None = DTYPE_BYTES.get(named)  # pyright: ignore[reportArgumentType, reportCallIssue]
     if config.quantization_config:
-        numbers = sum(count * QUANTIZED_NUMBERS.get(stored, 1) for stored, count in counts.items())
-        stated: int | None = DTYPE_BYTES.get(named)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        return numbers * (stated or ITEM_BYTES["BF16"])
+        size = stated or ITEM_BYTES["BF16"]
+        dequantized, more = (
+            sum(count * QUANTIZED_NUMBERS.get(stored, 1) * size for stored, count in some.items())
+            for some in (counts, experts)
+        )
+        others = {stored: count - experts.get(stored, 0) for stored, count in counts.items()}
+        stored = more + sum(count * QUANTIZED_BYTES.get(stored, size) for stored, count in others.items())
+        return WeightSizes(dequantized, stored)
     if not set(counts) <= set(ITEM_BYTES):
-        return 0
-    size: int | None = DTYPE_BYTES.get(named)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    return sum(count * (size or ITEM_BYTES[stored]) for stored, count in counts.items())
+        return WeightSizes(0)
+    return WeightSizes(sum(count * (stated or ITEM_BYTES[stored]) for stored, count in counts.items()))

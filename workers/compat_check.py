@@ -8,14 +8,14 @@ missing, that no operation outside of attention mixes rows, and that the logits 
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
 import msgspec
 
-from longleaf.config import EngineConfig, WeightsChoice, WindowKeys
+from longleaf.config import EngineConfig, WindowKeys
 from longleaf.errors import InvalidArgument, ModelRefused, StartError
 from longleaf.kernels import registry
 from longleaf.model_report import (
@@ -28,7 +28,7 @@ from longleaf.model_report import (
 )
 from longleaf.positions import UNLIMITED_TOKENS, WindowSpec
 from longleaf.shares import most_parts
-from longleaf.weights_choice import choose_weights, memory_of_rank
+from longleaf.weights_choice import WeightsInMemory, WeightSizes, choose_weights, memory_of_rank
 from workers.exactness import check_exact
 from workers.kv_cache.pools import (
     kv_bytes_per_token,
@@ -43,11 +43,11 @@ from workers.kv_cache.pools import (
     windows_of,
 )
 from workers.model import model as models
-from workers.model.meta_model import meta_model, outline
+from workers.model.meta_model import Outline, meta_model, outline
 from workers.model.model import LayerSpec, Model
 from workers.model.quantized_weights import pop_quantization
 from workers.model.weight_parts import divided_bytes, plan_weights, share_bytes
-from workers.model.weight_reader import quantized_layouts
+from workers.model.weight_reader import dtype_of, quantized_layouts, stored_sizes
 from workers.model.weight_shares import Share, growth_bytes
 from workers.rank import choose_device, count_gpus
 
@@ -61,31 +61,34 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
     known.
     """
     try:
+        quantized, sizes = measure_quantized(config)
+        known = outline(config.model, config.dtype)
+        whole, stored = (weight_bytes(known, chosen) for chosen in ({}, sizes))
+        shares = measure_shares(config, {})
+        weight_sizes = WeightSizes(whole, stored if sizes else 0)
+        chosen = chosen_weights(weight_sizes, config, can_share=bool(shares.num_bytes))
+        config = msgspec.structs.replace(config, weights=chosen.weights, weights_dtype=chosen.weights_dtype)
+        is_stored = bool(sizes) and chosen.weights_dtype == "stored"
+        if is_stored:
+            shares = measure_shares(config, sizes)
         model = (
-            models.load(config.model, config.dtype, "cpu") if has_weights else meta_model(config.model, config.dtype)
+            models.load(config.model, config.dtype, "cpu", keeps_stored=is_stored)
+            if has_weights
+            else meta_model(config.model, config.dtype)
         )
         bytes_per_token = kv_bytes_per_token(model.layers, model.dtype, config)
         note = verify(model, config) if has_weights else UNKNOWN
-        shares = measure_shares(config)
-        quantization = pop_quantization(models.read_config(config.model))
-        quantized = quantized_layouts(Path(config.model), quantization)
-    except ModelRefused as error:
-        return AttentionReport(reason=str(error))
-    weight_bytes = sum(p.numel() * p.itemsize for p in model.module.parameters())
-    if config.weights == "auto":
-        weights = chosen_weights(weight_bytes, config) if shares.num_bytes else "whole"
-        config = msgspec.structs.replace(config, weights=weights)
-    try:
         config.check()
-    except InvalidArgument as error:  # the limits of sharded weights
+    except (InvalidArgument, ModelRefused, StartError) as error:  # such as limits of sharded weights
         return AttentionReport(reason=str(error))
+    size, other = (stored, whole) if is_stored else (whole, stored)
     if config.kv_bytes:
         pools = pools or [config.kv_bytes] * config.world_size
     if config.has_shares and shares.note:
         return AttentionReport(reason=shares.note)
     if config.has_shares:
         model = replace(model, spare_bytes=shares.spare_bytes)
-    pools = pools or kv_bytes_beside(max(shares.num_bytes) if config.has_shares else weight_bytes, model, config)
+    pools = pools or kv_bytes_beside(max(shares.num_bytes) if config.has_shares else size, model, config)
     windowed = windowed_layers(model, msgspec.structs.replace(config, window_keys="replicated"))
     return AttentionReport(
         dtype=name_of(model.dtype),
@@ -94,12 +97,14 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         trained=model.rotary.trained,
         bytes_per_token=bytes_per_token,
         replicated=replicated(model, msgspec.structs.replace(config, window_keys="replicated")),
-        weight_bytes=weight_bytes,
+        weight_bytes=size,
         share_bytes=shares.num_bytes,
         share_note=shares.note,
         spare_ranks=config.spare_ranks,
         spare_bytes=shares.spare_bytes,
         weights=config.weights,
+        weights_dtype=chosen.weights_dtype,
+        other_bytes=other if sizes else 0,
         exchanges=shares.exchanges,
         quantized=quantized,
         has_weights=has_weights,
@@ -107,6 +112,26 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         exactness_note=note,
         plans=tuple(plan(model, config, mode, pools) for mode in (WINDOW_KEYS if windowed else WINDOW_KEYS[:1])),
     )
+
+
+def measure_quantized(config: EngineConfig) -> tuple[dict[str, int], dict[str, float]]:
+    """The number of quantized tensors by layout, and the bytes per number of those that may remain as stored, by their
+    parameter. Raises ModelRefused.
+    """
+    folder, model_config = Path(config.model), models.read_config(config.model)
+    quantization = pop_quantization(model_config)
+    if quantization is None:
+        return {}, {}
+    found = quantized_layouts(folder, quantization)
+    if count_gpus() and config.device != "cpu":
+        return found, {}
+    dtype = dtype_of(config.model, model_config, config.dtype, quantization)
+    return found, stored_sizes(models.build_on_meta(model_config, dtype), folder, quantization)
+
+
+def weight_bytes(known: Outline, sizes: Mapping[str, float]) -> int:
+    """Bytes of all weights. `sizes`: bytes per number of parameters that remain as stored."""
+    return sum(round(one.numel() * sizes.get(name, one.itemsize)) for name, one in known.parameters.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +147,10 @@ class SharesOfWeights:
     """The reason; empty if weights can be sharded."""
 
 
-def measure_shares(config: EngineConfig) -> SharesOfWeights:
-    """Measures the shares of the ranks of a config, whether or not it shards the weights."""
+def measure_shares(config: EngineConfig, stored: Mapping[str, float]) -> SharesOfWeights:
+    """Measures the shares of the ranks of a config, whether or not it shards the weights. `stored`: bytes per number of
+    parameters that remain as stored.
+    """
     count, num_spare = config.world_size, config.spare_ranks
     if count == 1 or num_spare >= count:
         return SharesOfWeights()
@@ -136,18 +163,20 @@ def measure_shares(config: EngineConfig) -> SharesOfWeights:
     exchanges = ExchangeReport(merges=len(known.model.layers), gathers=found.gathers, sums=found.sums)
     shares = [Share.even(index, count) for index in range(count)]
     room = [
-        growth_bytes(divided_bytes(known, weight_plan, share), len(share.parts), most_parts(count, num_spare))
+        growth_bytes(divided_bytes(known, weight_plan, share, stored), len(share.parts), most_parts(count, num_spare))
         for share in shares
         if num_spare
     ]
-    sizes = tuple(share_bytes(known, weight_plan, share) for share in shares)
+    sizes = tuple(share_bytes(known, weight_plan, share, stored) for share in shares)
     return SharesOfWeights(sizes, max(room, default=0), exchanges)
 
 
-def chosen_weights(weight_bytes: int, config: EngineConfig) -> WeightsChoice:
+def chosen_weights(sizes: WeightSizes, config: EngineConfig, *, can_share: bool) -> WeightsInMemory:
     """The weights that `serve` chooses for ranks on this machine."""
     num_gpus = count_gpus() if config.device != "cpu" else 0
-    return choose_weights(weight_bytes, memory_of_rank(config, num_gpus), config.world_size, config.kv_bytes or 0)
+    weights = config.weights if config.weights != "auto" or can_share else "whole"
+    chosen = weights, config.weights_dtype
+    return choose_weights(*chosen, sizes, memory_of_rank(config, num_gpus), config.world_size, config.kv_bytes or 0)
 
 
 def verify(model: Model, config: EngineConfig) -> str:

@@ -52,6 +52,7 @@ from workers.model import model as models
 from workers.model.local_weights import LocalWeights
 from workers.model.sharded_layers import RowExchange, processor_of
 from workers.model.sharded_model import load_share
+from workers.model.stored_layers import weight_bytes
 from workers.model.weight_shares import Share
 from workers.rank_runtime import StepHandle
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
@@ -141,9 +142,11 @@ class Rank:
     def _load_model(self, parts: Sequence[int]) -> models.Model:
         """The model with all weights or, if they are sharded, with these parts."""
         config = self.config
+        keeps_stored = config.weights_dtype == "stored"
         if not config.has_shares:
-            return models.load(config.model, config.dtype, self.device)
-        found = load_share(config.model, config.dtype, self.device, Share(tuple(parts), config.world_size))
+            return models.load(config.model, config.dtype, self.device, keeps_stored=keeps_stored)
+        share = Share(tuple(parts), config.world_size)
+        found = load_share(config.model, config.dtype, self.device, share, keeps_stored=keeps_stored)
         self._weights = found.weights
         spare_bytes = found.weights.room(most_parts(config.world_size, config.spare_ranks)) if config.spare_ranks else 0
         return replace(found.model, spare_bytes=spare_bytes)
@@ -180,7 +183,7 @@ class Rank:
             kernels=self.backend.name,
             form=form_of(self.pool, of_windows=False),
             form_of_windows=form_of(self.pool, of_windows=True),
-            weight_bytes=sum(parameter.nbytes for parameter in model.module.parameters()),
+            weight_bytes=weight_bytes(model.module),
             weight_parts=0 if self._weights is None else len(self._weights.share.parts),
             exactness_note=self._exactness_note,
             dequantization=describe_dequantization(model.layouts, name_of(model.dtype)),
@@ -197,8 +200,9 @@ class Rank:
         num_bytes = self._weights.hold(parts)
         seconds = time.monotonic() - began
         log.info("weights: this rank holds %d parts; read %s in %.1f s", len(parts), human_bytes(num_bytes), seconds)
-        weight_bytes = sum(parameter.nbytes for parameter in self.model.module.parameters())
-        self._ready = msgspec.structs.replace(self._ready, weight_bytes=weight_bytes, weight_parts=len(parts))
+        self._ready = msgspec.structs.replace(
+            self._ready, weight_bytes=weight_bytes(self.model.module), weight_parts=len(parts)
+        )
         return num_bytes
 
     def open_store(self) -> int:

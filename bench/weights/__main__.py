@@ -1,4 +1,5 @@
-"""Weights divided over ranks (`--weights sharded`) against whole weights on each rank.
+"""Weights divided over ranks (`--weights sharded`) against whole weights on each rank, and quantized weights as stored
+against bfloat16.
 
 Other processes on the machine change all times, so both sides take turns and only their ratios count. Usage:
 
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from bench.durable.options import Goal, Row
 from bench.harness.arguments import unwind_on_terminate
 from bench.harness.parts import parser_of, run_parts
-from bench.weights import decode, exchanges, large, loading
+from bench.weights import decode, exchanges, large, loading, stored
 from bench.weights.checkpoints import LARGE, SMALL, random_llama
 
 COUNTS = (2, 3, 4)
@@ -21,6 +22,8 @@ LOADED_COUNTS = (2, 4)
 MAX_EXCESS, MAX_CACHED, MAX_LOAD = 0.02, 1.35, 1.2
 MAX_DECODE = {(LARGE, 1): 0.85, (LARGE, 8): 0.7, (SMALL, 1): 1.6, (SMALL, 8): 1.6}
 """Largest time per token relative to whole weights, by model and generations at once."""
+MAX_STORED, MAX_STORED_BYTES = {"fp8-block": 0.7, "int4": 0.5}, 1.03
+"""Largest time per token relative to bfloat16, and bytes of weights in memory relative to the checkpoint."""
 
 
 def bytes_of_shares() -> Row:
@@ -52,6 +55,14 @@ def decode_of(name: str, num_tokens: int) -> Row:
     return {**found, **met(goals)}
 
 
+def decode_stored() -> Row:
+    """Quantized weights as they are stored against bfloat16."""
+    found = stored.run((1, 4), 32, repeats=9)
+    goals = [Goal(f"{kind}, 1 row", found[f"{kind}_rows_1"], limit) for kind, limit in MAX_STORED.items()]
+    goals += [Goal(f"{kind}, memory", found[f"{kind}_memory"], MAX_STORED_BYTES) for kind in MAX_STORED]
+    return {**found, **met(goals)}
+
+
 def met(goals: Iterable[Goal]) -> Row:
     return {"goals": [goal.as_row() for goal in goals]}
 
@@ -61,6 +72,7 @@ PARTS = {
     "load": load_times,
     "decode": lambda: decode_of(LARGE, 64),
     "decode_small": lambda: decode_of(SMALL, 64),
+    "stored": decode_stored,
     "exchanges": lambda: {"families": exchanges.measure(), "goals": []},
     "large": large.measure,
     "large_loss": large.measure_loss,

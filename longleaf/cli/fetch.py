@@ -4,16 +4,21 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from longleaf.checkpoints import hub, wheel_model
 from longleaf.checkpoints.gguf_conversion import WeightDtype
 from longleaf.checkpoints.gguf_conversion import convert as convert_file
+from longleaf.checkpoints.quantization import QuantizationReport, QuantizedKind, quantize
 from longleaf.checkpoints.source import GgufFile, HubModel, PackagedModel, WheelModel, parse_source
 from longleaf.checkpoints.storage_copy import copy_to_partial
+from longleaf.cli.console import output_console
 from longleaf.cli.model_option import Yes, interaction, resolve
+from longleaf.cli.options import AsJson, print_json
 from longleaf.errors import InvalidArgument, StartError
 from longleaf.extras import require_extra
 from longleaf.fingerprint import read_fingerprint
+from longleaf.formatting import human_bytes
 
 
 def fetch(
@@ -81,25 +86,66 @@ def _download(model: str, folder: Path, *, yes: bool) -> Path:
 
 
 def convert(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="GGUF file.")],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="GGUF file, or folder of a checkpoint.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create.")],
+    kind: Annotated[
+        QuantizedKind | None,
+        typer.Option("--to", help="Quantize a checkpoint: FP8 in blocks of 128x128, or INT4 in groups of up to 128."),
+    ] = None,
     dtype: Annotated[
-        WeightDtype,
-        typer.Option(help="Type of the weights; float32 holds dequantized weights without rounding."),
-    ] = "float32",
+        WeightDtype | None,
+        typer.Option(
+            help="Type of the weights of a GGUF file; float32 holds dequantized weights without rounding.",
+            show_default="float32",
+        ),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Convert a GGUF file to a checkpoint in safetensors.
+    """Convert a GGUF file to a checkpoint in safetensors, or quantize a checkpoint.
 
-    The weights are dequantized, and saved with the tokenizer and the chat template of the file. Answers are exact for
-    the dequantized weights: they equal those of transformers' `generate` for the same file. `longleaf serve --model
-    FILE.gguf` converts a file once, into the cache. Exit code 2: the file cannot be used, or memory or disk do not
-    suffice.
+    The weights of a GGUF file are dequantized, and saved with the tokenizer and the chat template of the file. Answers
+    are exact for the dequantized weights: they equal those of transformers' `generate` for the same file. `longleaf
+    serve --model FILE.gguf` converts a file once, into the cache.
 
-    Example: longleaf models convert SmolLM2-135M-Instruct.Q4_1.gguf ./smollm2
+    With --to, the linear layers of a checkpoint in 16 or 32 bits are rounded to the nearest numbers of 8 or 4 bits. The
+    error of each layer is printed. The embedding, the head and routers keep their type.
+
+    Exit code 2: the source cannot be used, or memory or disk do not suffice.
+
+    Examples:
+
+      longleaf models convert SmolLM2-135M-Instruct.Q4_1.gguf ./smollm2
+      longleaf models convert ./Qwen3-0.6B ./Qwen3-0.6B-int4 --to int4
     """
     require_extra("server", "longleaf models convert")
-    convert_file(file, folder, dtype, interaction(yes=True))
-    typer.echo(f"{folder}: {read_fingerprint(folder).digest}")
+    if not source.is_dir():
+        if kind is not None:
+            raise InvalidArgument("to", "a GGUF file is dequantized; convert the folder that results")
+        convert_file(source, folder, dtype or "float32", interaction(yes=True))
+        typer.echo(f"{folder}: {read_fingerprint(folder).digest}")
+        return
+    if kind is None:
+        raise InvalidArgument("to", f"{source} is a folder: give fp8-block or int4")
+    if dtype is not None:
+        raise InvalidArgument("dtype", "applies to GGUF files only")
+    report = quantize(source, folder, kind)
+    if as_json:
+        print_json(report)
+        return
+    output_console().print(errors_table(report))
+    typer.echo(
+        f"{folder}: {len(report.layers)} weights in {report.kind}, {human_bytes(report.num_bytes)} instead of "
+        f"{human_bytes(report.num_source_bytes)}; {read_fingerprint(folder).digest}"
+    )
+
+
+def errors_table(report: QuantizationReport) -> Table:
+    """A row per quantized weight."""
+    table = Table("weight", "shape", "relative error", "largest error")
+    for layer in report.layers:
+        shape = " x ".join(map(str, layer.shape))
+        table.add_row(layer.name, shape, f"{layer.relative_error:.2%}", f"{layer.largest_error:.2%}")
+    return table
 
 
 def _checked(folder: Path, wanted: str | None) -> str:

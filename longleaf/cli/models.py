@@ -15,7 +15,15 @@ from longleaf.cli.fetch import convert, fetch
 from longleaf.cli.help import CommandGroup
 from longleaf.cli.model_option import MODEL_HELP, Yes, resolve
 from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
-from longleaf.config import KV_DTYPE_HELP, DtypeName, EngineConfig, KvDtypeName, WeightsChoice
+from longleaf.config import (
+    KV_DTYPE_HELP,
+    WEIGHTS_DTYPE_HELP,
+    DtypeName,
+    EngineConfig,
+    KvDtypeName,
+    WeightsChoice,
+    WeightsDtype,
+)
 from longleaf.errors import LongleafError, ModelRefused
 from longleaf.extras import require_extra
 from longleaf.fingerprint import Fingerprint, read_fingerprint
@@ -61,6 +69,7 @@ def check(
             help="Plan for all weights on each rank, or for an equal part; auto: for those that `serve` chooses here."
         ),
     ] = _DEFAULTS.weights,
+    weights_dtype: Annotated[WeightsDtype, typer.Option(help=WEIGHTS_DTYPE_HELP)] = _DEFAULTS.weights_dtype,
     spare_ranks: Annotated[
         int,
         typer.Option(help="With sharded weights: number of lost ranks for whose weights the others have room."),
@@ -121,6 +130,7 @@ def check(
         model=str(found.folder),
         world_size=world_size,
         weights=weights,
+        weights_dtype=weights_dtype,
         spare_ranks=spare_ranks,
         kv_bytes=kv_bytes,
         window_keys="replicated" if window_bytes is not None else "sharded",
@@ -213,6 +223,8 @@ def show(found: ModelReport, *, is_running: bool) -> None:
         sizes.add_row("", f"{message}, with --window-keys replicated")
     read = "" if attention.has_weights else "; not read without --load"
     sizes.add_row("weights", f"{human_bytes(attention.weight_bytes)} on each rank{read}")
+    if attention.other_bytes:
+        sizes.add_row("", describe_weights_dtype(attention))
     if attention.share_bytes or attention.share_note:
         sizes.add_row("", describe_shares(attention))
     if attention.share_bytes and attention.spare_ranks:
@@ -228,6 +240,13 @@ def show(found: ModelReport, *, is_running: bool) -> None:
     if found.dequantized is not None:
         print(describe_dequantized(found.dequantized))
     print("fingerprint:", found.fingerprint.digest if found.fingerprint else f"none: {found.unread}")
+
+
+def describe_weights_dtype(attention: AttentionReport) -> str:
+    """The bytes of quantized weights in both ways."""
+    other = "dequantized" if attention.weights_dtype == "stored" else "stored"
+    size = human_bytes(attention.other_bytes)
+    return f"with --weights-dtype {attention.weights_dtype}, as planned here; {size} with --weights-dtype {other}"
 
 
 def describe_shares(attention: AttentionReport) -> str:

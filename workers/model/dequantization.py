@@ -94,7 +94,7 @@ class ScaledNumbers:
         if len(shape) < 2:
             raise ValueError(f"the weight has the shape {list(shape)}, which is not one of a matrix")
         *lead, rows, columns = shape
-        num_rows, num_columns = _grid(scale, lead)
+        num_rows, num_columns = scale_grid(scale, lead)
         grid = num_rows, num_columns
         found = {(high, wide) for high, wide in blocks if grid == (ceil(rows / high), ceil(columns / wide))}
         if len(found) > 1:
@@ -129,7 +129,7 @@ class ScaledNumbers:
         *lead, rows, columns = shape
         native = _native(dtype)
         if native is not None and not lead and list(weight.shape) == [rows, columns]:
-            table, size = _table(weight.dtype), _grid(scale.shape, lead)
+            table, size = _table(weight.dtype), scale_grid(scale.shape, lead)
             zeros = None if zero is None else zero.to(torch.float32).reshape(size).contiguous()
             scales = scale.reshape(size).contiguous()
             return native.row_major(weight, table, scales, zeros, (rows, columns), self.block, dtype)
@@ -141,7 +141,7 @@ class ScaledNumbers:
     def _spread(self, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Scales for each element of a part; those of a channel or a tensor are broadcast."""
         *lead, _, _ = shape
-        grid = scales.reshape(*lead, *_grid(scales.shape, lead))
+        grid = scales.reshape(*lead, *scale_grid(scales.shape, lead))
         for dim, unit in ((-2, self.block[0]), (-1, self.block[1])):
             if grid.shape[dim] > 1 or unit < self.shape[dim]:
                 grid = grid.repeat_interleave(unit, dim=dim).narrow(dim, 0, shape[dim])
@@ -316,17 +316,31 @@ class PackedIntegers:
         groups = parts["groups"].long() if self.has_groups else torch.arange(columns) // self.group
         if self.has_groups and not 0 <= int(groups.min()) <= int(groups.max()) < scale.shape[1]:
             raise ValueError(f"an input has a group outside of 0 to {scale.shape[1] - 1}")
-        zero = torch.full_like(scale, 1 << (self.num_bits - 1))
-        if "zero_point" in parts:
-            stored = self._unpack(parts, "zero_point")
-            if self.zero_offset and int(stored.max()) == (1 << self.num_bits) - 1:
-                raise ValueError("a zero point overflows when 1 is added, and readers of this format differ there")
-            zero = (stored[:rows] + self.zero_offset).to(torch.float32)
+        stored_zero = self._zero_points(parts, rows)
+        half = torch.full_like(scale, 1 << (self.num_bits - 1))
+        zero = half if stored_zero is None else stored_zero.to(torch.float32)
         native = _native(dtype)
         if native is not None and self._is_compiled(parts, rows, columns):
             return self._combine_native(native, parts["packed"], scale, zero, groups, (rows, columns), dtype)
         numbers = self._unpack(parts, "packed")[:rows, :columns].to(torch.float32)
         return ((numbers - zero[:, groups]) * scale[:, groups]).to(dtype)
+
+    def integers(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The integers, from 0, of this part of the weight, the scales [outputs, groups], and zero points if there are
+        any.
+        """
+        rows, columns = shape
+        scale = parts["scale"].T if self._is_transposed else parts["scale"]
+        return self._unpack(parts, "packed")[:rows, :columns], scale[:rows], self._zero_points(parts, rows)
+
+    def _zero_points(self, parts: Mapping[str, Tensor], rows: int) -> Tensor | None:
+        """The zero points [outputs, groups], if there are any."""
+        if "zero_point" not in parts:
+            return None
+        stored = self._unpack(parts, "zero_point")
+        if self.zero_offset and int(stored.max()) == (1 << self.num_bits) - 1:
+            raise ValueError("a zero point overflows when 1 is added, and readers of this format differ there")
+        return stored[:rows] + self.zero_offset
 
     def _is_compiled(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> bool:
         """Whether compiled code has this form: all words are full, and groups have an order that it knows."""
@@ -416,7 +430,7 @@ def _fp4_table() -> Tensor:
     return torch.tensor(FP4_VALUES)
 
 
-def _grid(scale: Sequence[int], lead: Sequence[int]) -> tuple[int, int]:
+def scale_grid(scale: Sequence[int], lead: Sequence[int]) -> tuple[int, int]:
     """Number of rows and columns of scales: the shape is [lead..., rows, columns], [lead..., rows], or [lead...]."""
     lead = list(lead)
     own = list(scale[len(lead) :]) if list(scale[: len(lead)]) == lead else None
@@ -452,6 +466,9 @@ def _scales(stored: Tensor) -> Tensor:
 
 def _unpack_fp4(packed: Tensor) -> Tensor:
     """The numbers of bytes [..., n] as float32 [..., 2 n]."""
-    values = torch.tensor(FP4_VALUES)
-    found = torch.stack([values[(packed & 15).long()], values[(packed >> 4).long()]], dim=-1)
-    return found.flatten(-2)
+    return torch.tensor(FP4_VALUES)[unpack_bytes(packed).long()]
+
+
+def unpack_bytes(packed: Tensor) -> Tensor:
+    """The numbers of 4 bits of bytes [..., n], the first in the low bits: [..., 2 n]."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)

@@ -22,13 +22,15 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from longleaf.config import DtypeName
-from longleaf.errors import ModelRefused
+from longleaf.errors import ModelRefused, StartError
 from longleaf.kernels.backend import lies_in
+from longleaf.kernels.cpu.quantized_linear import NativeQuantizedLinear
 from longleaf.positions import AttentionSpan, Rotary
 from workers.model import hook, latent
 from workers.model.quantized_weights import Quantization, pop_quantization
 from workers.model.rotary import Ropes, Rows, replace_rotary
 from workers.model.sharded_layers import RowExchange
+from workers.model.stored_layers import load_kernel
 from workers.model.weight_reader import check_types, dtype_of, read_share
 from workers.model.weight_shares import Share
 from workers.model.weights import SAFE_WEIGHTS, check_weights, large_blocks_apart, loading_to_device
@@ -224,8 +226,10 @@ def reach_of(config: PreTrainedConfig, layer: int, window: int | None) -> Attent
     return AttentionSpan(section=section)
 
 
-def load(folder: str, dtype: DtypeName, device: str) -> Model:
-    """Loads the checkpoint in `folder`. Raises ModelRefused with the reason when it cannot be served exactly."""
+def load(folder: str, dtype: DtypeName, device: str, *, keeps_stored: bool = False) -> Model:
+    """Loads the checkpoint in `folder`. With `keeps_stored`, quantized weights remain as stored where that is
+    supported; otherwise all are dequantized. Raises ModelRefused with the reason when it cannot be served exactly.
+    """
     config = read_config(folder)
     quantization = pop_quantization(config)
     try:
@@ -236,11 +240,12 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
             attempts = (_read(folder, config, dtype, device, number) for number in numbers)
         else:
             dtype = dtype_of(folder, config, dtype, quantization)
-            attempts = (_dequantize(folder, config, dtype, device, number, quantization) for number in numbers)
+            kernel = load_kernel(device) if keeps_stored else None
+            attempts = (_dequantize(folder, config, dtype, device, number, quantization, kernel) for number in numbers)
         module, report = next(attempts)
         if report["missing_keys"]:
             module, report = next(attempts, (module, report))
-    except ModelRefused:
+    except (ModelRefused, StartError):
         raise
     except Exception as error:  # any error in the files refuses the folder
         raise refusal(folder, error, config) from error
@@ -277,12 +282,18 @@ def _read(
 
 
 def _dequantize(
-    folder: str, config: PreTrainedConfig, dtype: DtypeName, device: str, number: int, quantization: Quantization
+    folder: str,
+    config: PreTrainedConfig,
+    dtype: DtypeName,
+    device: str,
+    number: int,
+    quantization: Quantization,
+    kernel: NativeQuantizedLinear | None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The same with quantized weights, which are dequantized while they are read."""
+    """The same with quantized weights, which are dequantized while they are read, unless `kernel` supports them."""
     module = build_on_meta(config, dtype, number)
     with large_blocks_apart(), loading_to_device(device):
-        loaded = read_share(module, Path(folder), {}, Share.even(0, 1), module.dtype, quantization)
+        loaded = read_share(module, Path(folder), {}, Share.even(0, 1), module.dtype, quantization, kernel=kernel)
     return module, {
         "missing_keys": loaded.missing,
         "mismatched_keys": loaded.mismatched,

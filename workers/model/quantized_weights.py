@@ -6,6 +6,7 @@ entries are read that it needs. Whatever is not understood is refused by name be
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import lcm
 from typing import Any, Protocol
 
@@ -14,12 +15,20 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from longleaf.errors import ModelRefused
+from longleaf.kernels.quantized_matrix import QuantizedMatrix
 from workers.model.dequantization import (
     Layout,
     PackedExperts,
     PackedFloats,
     PackedIntegers,
     ScaledNumbers,
+)
+from workers.model.stored_weights import (
+    bytes_per_number,
+    input_unit,
+    reason_to_dequantize,
+    select_matrix,
+    stored_matrix,
 )
 from workers.model.weight_shares import num_elements, select
 
@@ -31,6 +40,8 @@ NUMBERS = {"F8_E4M3": "fp8", "F8_E5M2": "fp8 e5m2", "I8": "int8"}
 """Types of 8 bits, with their names for users."""
 FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 """Types of dequantized weights, as safetensors files name them."""
+SCALE_BYTES = {"F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1}
+"""Bytes of scales in memory by their type, if it is not of 32 bits."""
 IGNORED = (
     "input_scale",
     "input_global_scale",
@@ -114,6 +125,59 @@ class DequantizedTensor:
         dim, shape = self._dim, self.get_shape()
         if not self._ranges:
             return torch.empty((*shape[:dim], 0, *shape[dim + 1 :]), dtype=self._dtype)
+        parts, shape, read = self._read()
+        try:
+            found = self._layout.combine(parts, shape, self._dtype)
+        except ValueError as error:
+            raise ModelRefused(f"{self._name} ({self.layout}): {error}") from None
+        found = found if read == list(self._ranges) else select(self._ranges, [(read, found)], dim)
+        if not is_finite(found):
+            raise ModelRefused(f"{self._name} ({self.layout}): a number or a scale is not finite in {self._dtype}")
+        return found
+
+    def with_groups_in_order(self) -> "DequantizedTensor":
+        """The same slice. If a list of groups states their usual order, it is read once and no longer needed."""
+        layout = self._layout
+        if not isinstance(layout, PackedIntegers) or not layout.has_groups:
+            return self
+        groups = self._stored["groups"][...].long()
+        if not torch.equal(groups, torch.arange(len(groups)) // layout.group):
+            return self
+        stored = {role: tensor for role, tensor in self._stored.items() if role != "groups"}
+        found = DequantizedTensor(self._name, replace(layout, has_groups=False), stored, self._dtype)
+        found._dim, found._ranges = self._dim, self._ranges
+        return found
+
+    @property
+    def reason_to_dequantize(self) -> str:
+        """The reason why the weight cannot remain as stored; empty if it can."""
+        return reason_to_dequantize(self._layout)
+
+    @property
+    def input_unit(self) -> int:
+        """The number of inputs of which each part of the weight has a multiple, if it remains as stored."""
+        return input_unit(self._layout)
+
+    @property
+    def bytes_per_number(self) -> float:
+        """Bytes in memory by the number of its elements, if it remains as stored."""
+        scale_bytes = SCALE_BYTES.get(self._stored["scale"].get_dtype(), 4)
+        return bytes_per_number(self._layout, scale_bytes, has_zeros="zero_point" in self._stored)
+
+    def matrix(self) -> QuantizedMatrix:
+        """Reads the slice as it is stored. Raises ModelRefused if a number is not finite."""
+        parts, shape, read = self._read()
+        try:
+            found = stored_matrix(self._layout, parts, (shape[0], shape[1]))
+        except ValueError as error:
+            raise ModelRefused(f"{self._name} ({self.layout}): {error}") from None
+        return select_matrix(self._ranges, [(read, found)], self._dim)
+
+    def _read(self) -> tuple[dict[str, Tensor], tuple[int, ...], Ranges]:
+        """The entries of the stored tensors that the slice needs, the shape of the weight that they represent, and its
+        ranges of the dim.
+        """
+        dim, shape = self._dim, self.get_shape()
         axes = {role: self._layout.axes(role).get(dim) for role in self._stored}
         unit = lcm(*(axis.unit for axis in axes.values() if axis is not None))
         read = _joined([(start // unit * unit, min(-(-end // unit) * unit, shape[dim])) for start, end in self._ranges])
@@ -125,14 +189,7 @@ class DequantizedTensor:
                 needed = [(start // axis.unit, -(-end // axis.unit)) for start, end in read]
                 tensor = tensor.restricted_to(axis.dim, needed)
             parts[role] = tensor[...]
-        try:
-            found = self._layout.combine(parts, tuple(shape), self._dtype)
-        except ValueError as error:
-            raise ModelRefused(f"{self._name} ({self.layout}): {error}") from None
-        found = found if read == list(self._ranges) else select(self._ranges, [(read, found)], dim)
-        if not is_finite(found):
-            raise ModelRefused(f"{self._name} ({self.layout}): a number or a scale is not finite in {self._dtype}")
-        return found
+        return parts, tuple(shape), read
 
 
 def is_finite(tensor: Tensor) -> bool:

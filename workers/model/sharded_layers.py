@@ -186,11 +186,11 @@ class OutputGroup:
 class ShardedLinear(nn.Module):
     """A linear layer of which each rank computes some outputs."""
 
-    def __init__(self, local: nn.Linear, out_features: int, group: OutputGroup) -> None:
+    def __init__(self, local: nn.Module, out_features: int, group: OutputGroup) -> None:
         """`local` computes the outputs of this rank's share."""
         super().__init__()
         self.local = local
-        self.in_features, self.out_features = local.in_features, out_features
+        self.out_features = out_features
         self._group = group
         self._number = group.add(self)
 
@@ -225,7 +225,7 @@ class PairRows:
 class ShardedPairInput(nn.Module):
     """A first linear layer of a pair: its outputs remain on this rank."""
 
-    def __init__(self, local: nn.Linear, rows: PairRows) -> None:
+    def __init__(self, local: nn.Module, rows: PairRows) -> None:
         super().__init__()
         self.local = local
         self._rows = rows
@@ -237,7 +237,7 @@ class ShardedPairInput(nn.Module):
 class ShardedPairOutput(nn.Module):
     """The second linear layer of a pair, whose inputs are on this rank: outputs are sums over the shares."""
 
-    def __init__(self, local: nn.Linear, bias: nn.Parameter | None, rows: PairRows) -> None:
+    def __init__(self, local: nn.Module, bias: nn.Parameter | None, rows: PairRows) -> None:
         """`bias` is added once, to the sums."""
         super().__init__()
         self.local = local

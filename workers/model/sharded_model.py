@@ -16,11 +16,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from longleaf.config import DtypeName
-from longleaf.errors import ModelRefused
+from longleaf.errors import ModelRefused, StartError
 from longleaf.formatting import human_bytes
+from longleaf.kernels.cpu.quantized_linear import NativeQuantizedLinear, QuantizedLinear
 from workers.model import latent
 from workers.model import model as models
-from workers.model.local_weights import LocalParameter, LocalWeights, describe_share
+from workers.model.local_weights import LocalMatrix, LocalParameter, LocalPlace, LocalWeights, Values, describe_share
 from workers.model.meta_model import Outline, outline
 from workers.model.model import Model
 from workers.model.quantized_weights import Quantization, pop_quantization
@@ -36,8 +37,9 @@ from workers.model.sharded_layers import (
     ShardedPairOutput,
     replace_modules,
 )
-from workers.model.weight_parts import WeightPlan, plan_weights
-from workers.model.weight_reader import LoadedShare, check_types, dtype_of, read_share
+from workers.model.stored_layers import load_kernel, weight_bytes
+from workers.model.weight_parts import WeightPlan, align_pairs, plan_weights
+from workers.model.weight_reader import LoadedShare, check_types, dtype_of, input_units, read_share
 from workers.model.weight_shares import Share
 from workers.model.weights import check_weights, large_blocks_apart, loading_to_device
 
@@ -54,8 +56,10 @@ class ShardedModel:
     weights: LocalWeights
 
 
-def load_share(folder: str, dtype: DtypeName, device: str, share: Share) -> ShardedModel:
-    """Loads a share of the checkpoint in `folder`. Raises ModelRefused with the reason when it cannot be served."""
+def load_share(folder: str, dtype: DtypeName, device: str, share: Share, *, keeps_stored: bool = False) -> ShardedModel:
+    """Loads a share of the checkpoint in `folder`. With `keeps_stored`, quantized weights remain as stored where that
+    is supported. Raises ModelRefused with the reason when it cannot be served.
+    """
     config = models.read_config(folder)
     quantization = pop_quantization(config)
     try:
@@ -66,20 +70,21 @@ def load_share(folder: str, dtype: DtypeName, device: str, share: Share) -> Shar
     except Exception as error:  # any error in the index refuses the folder
         raise models.refusal(folder, error, config) from error
     dtype = dtype_of(folder, config, dtype, quantization)
-    found = _attempt(folder, config, dtype, device, share, 0, quantization)
+    kernel = load_kernel(device) if keeps_stored and quantization is not None else None
+    found = _attempt(folder, config, dtype, device, share, 0, quantization, kernel)
     for number in range(1, len(models.auto_classes(config))):
         if not found.loaded.missing:
             break
-        found = _attempt(folder, config, dtype, device, share, number, quantization)
+        found = _attempt(folder, config, dtype, device, share, number, quantization, kernel)
     module, loaded = found.module, found.loaded
     models.check_complete(folder, loaded.missing, loaded.mismatched)
-    local_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    local_bytes = weight_bytes(module)
     numbers = f"{human_bytes(local_bytes)} in {describe_share(share)}, {human_bytes(loaded.num_bytes)} read"
     log.info("weights: sharded, %s", numbers)
     parts: dict[str, Any] = dict(module.named_modules())
     model, layers = assemble(module, found.known, found.plan, device, share)
     assert model.exchange is not None
-    read = partial(_read_parts, folder, config, dtype, device, found, quantization)
+    read = partial(_read_parts, folder, config, dtype, device, found, quantization, kernel)
     weights = LocalWeights(_places(found, parts, layers), model.exchange, read)
     return ShardedModel(replace(model, layouts=loaded.layouts), found.plan, loaded.num_bytes, weights)
 
@@ -105,18 +110,21 @@ def _attempt(
     share: Share,
     number: int,
     quantization: Quantization | None,
+    kernel: NativeQuantizedLinear | None,
 ) -> _Attempt:
     """Reads the share into the module of an auto class. Raises ModelRefused."""
     known = outline(folder, dtype, number)
     plan = plan_weights(known, share.count)
     module = models.build_on_meta(config, dtype, number)
     shapes = {name: tuple(parameter.shape) for name, parameter in module.state_dict().items()}
+    if kernel is not None and quantization is not None:
+        plan = align_pairs(plan, input_units(module, Path(folder), quantization), shapes)
     for name in plan.embeddings:
         _shift_padding(module.get_submodule(name), share)
     try:
         with large_blocks_apart(), loading_to_device(device):
-            loaded = read_share(module, Path(folder), plan.cuts, share, module.dtype, quantization)
-    except ModelRefused:
+            loaded = read_share(module, Path(folder), plan.cuts, share, module.dtype, quantization, kernel=kernel)
+    except (ModelRefused, StartError):
         raise
     except Exception as error:  # any error in the files refuses the folder
         raise models.refusal(folder, error, config) from error
@@ -130,15 +138,24 @@ def _read_parts(
     device: str,
     made: _Attempt,
     quantization: Quantization | None,
+    kernel: NativeQuantizedLinear | None,
     share: Share,
-) -> tuple[dict[str, Tensor], int]:
+) -> tuple[dict[str, Values], int]:
     """The divided parameters of a share, and the bytes that were read for them."""
     module = models.build_on_meta(config, dtype, made.number)
     cuts = made.plan.cuts
     with large_blocks_apart(), loading_to_device(device):
-        loaded = read_share(module, Path(folder), cuts, share, module.dtype, quantization, only_divided=True)
+        loaded = read_share(
+            module, Path(folder), cuts, share, module.dtype, quantization, kernel=kernel, only_divided=True
+        )
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    return {name: parameters[name].data for name in cuts if not parameters[name].is_meta}, loaded.num_bytes
+    read: dict[str, Values] = {
+        name: parameters[name].data for name in cuts if name in parameters and not parameters[name].is_meta
+    }
+    for name, part in module.named_modules():
+        if isinstance(part, QuantizedLinear) and f"{name}.weight" in cuts:
+            read[f"{name}.weight"] = part.matrix
+    return read, loaded.num_bytes
 
 
 def _shift_padding(embedding: Any, share: Share) -> None:
@@ -163,36 +180,46 @@ def assemble(
     latent.absorb_as(module, known.model.module)
     ropes, rotary = replace_rotary(models.decoder_of(module), module.config.get_text_config())
     exchange = RowExchange(share)
-    layers = sharded_layers(parts, plan, exchange)
+    shapes = {name: tuple(parameter.shape) for name, parameter in known.parameters.items()}
+    layers = sharded_layers(parts, plan, exchange, shapes)
     replace_modules(module, layers)
     model = replace(known.model, module=module, device=device, ropes=ropes, rotary=rotary, exchange=exchange)
     return model, layers
 
 
-def _places(found: _Attempt, parts: dict[str, Any], layers: dict[nn.Module, nn.Module]) -> dict[str, LocalParameter]:
+def _places(found: _Attempt, parts: dict[str, Any], layers: dict[nn.Module, nn.Module]) -> dict[str, LocalPlace]:
     """The places of the divided parameters in the layers that replace `parts`."""
-    places = dict[str, LocalParameter]()
+    places = dict[str, LocalPlace]()
     for name, cut in found.plan.cuts.items():
         owner, _, leaf = name.rpartition(".")
         is_transposed = isinstance(parts[owner], Conv1D) and leaf == "weight"
         size = found.shapes[name][cut.dim]
-        places[name] = LocalParameter(layers[parts[owner]], leaf, cut, size, is_transposed)
+        place: LocalPlace
+        if isinstance(parts[owner], QuantizedLinear) and leaf == "weight":
+            place = LocalMatrix(layers[parts[owner]], cut, size)
+        else:
+            place = LocalParameter(layers[parts[owner]], leaf, cut, size, is_transposed)
+        places[name] = place
     return places
 
 
 @torch.no_grad()
-def sharded_layers(parts: dict[str, Any], plan: WeightPlan, exchange: RowExchange) -> dict[nn.Module, nn.Module]:
+def sharded_layers(
+    parts: dict[str, Any], plan: WeightPlan, exchange: RowExchange, shapes: dict[str, tuple[int, ...]]
+) -> dict[nn.Module, nn.Module]:
     """The sharded layers that replace the modules of a plan, which hold a share of their weights. `parts`: the modules
-    by name.
+    by name; `shapes`: those of their whole parameters.
     """
     found = dict[nn.Module, nn.Module]()
     for names in plan.groups:
         group = OutputGroup(exchange)
-        found |= {parts[name]: ShardedLinear(*_local(parts[name]), group) for name in names}
+        for name in names:
+            part = parts[name]
+            found[part] = ShardedLinear(_local(part), _num_outputs(part, shapes.get(f"{name}.weight")), group)
     for pair in plan.pairs:
         rows, output = PairRows(exchange), parts[pair.output]
-        found |= {parts[name]: ShardedPairInput(_local(parts[name])[0], rows) for name in pair.inputs}
-        found[output] = ShardedPairOutput(_linear(output.weight, None), output.bias, rows)
+        found |= {parts[name]: ShardedPairInput(_local(parts[name]), rows) for name in pair.inputs}
+        found[output] = ShardedPairOutput(_without_bias(output), output.bias, rows)
     for name in plan.embeddings:
         found[parts[name]] = ShardedEmbedding(parts[name], parts[name].num_embeddings, exchange)
     for experts in plan.experts:
@@ -201,11 +228,27 @@ def sharded_layers(parts: dict[str, Any], plan: WeightPlan, exchange: RowExchang
     return found
 
 
-def _local(layer: Any) -> tuple[nn.Linear, int]:
-    """The linear layer of this rank's outputs, and the number of all outputs."""
+def _local(layer: Any) -> nn.Module:
+    """The linear layer of this rank's outputs."""
+    if isinstance(layer, QuantizedLinear):
+        return layer
     if isinstance(layer, Conv1D):
-        return _linear(nn.Parameter(layer.weight.T.contiguous(), requires_grad=False), layer.bias), layer.nf
-    return _linear(layer.weight, layer.bias), layer.out_features
+        return _linear(nn.Parameter(layer.weight.T.contiguous(), requires_grad=False), layer.bias)
+    return _linear(layer.weight, layer.bias)
+
+
+def _num_outputs(layer: Any, shape: tuple[int, ...] | None) -> int:
+    """The number of all outputs. `shape`: that of the whole weight, unless it is tied to another one."""
+    if isinstance(layer, QuantizedLinear):  # which has those of the share
+        assert shape is not None
+        return shape[0]
+    return layer.nf if isinstance(layer, Conv1D) else layer.out_features
+
+
+def _without_bias(layer: Any) -> nn.Module:
+    if isinstance(layer, QuantizedLinear):
+        return QuantizedLinear(layer.matrix, None, layer.dtype, layer.kernel)
+    return _linear(layer.weight, None)
 
 
 def _linear(weight_OI: Tensor, bias_O: Tensor | None) -> nn.Linear:

@@ -15,9 +15,10 @@ experts and embeddings are tried on random weights of a small width before they 
 import copy
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -97,16 +98,36 @@ def plan_weights(outline: Outline, num_shares: int) -> WeightPlan:
     return _Planner(outline, num_shares).plan()
 
 
-def share_bytes(outline: Outline, plan: WeightPlan, share: Share) -> int:
-    """Bytes of the parameters that a rank holds."""
-    everywhere = (one.numel() * one.itemsize for name, one in outline.parameters.items() if name not in plan.cuts)
-    return sum(everywhere) + sum(divided_bytes(outline, plan, share))
+def align_pairs(plan: WeightPlan, units: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]) -> WeightPlan:
+    """The same division with bounds of the widths of pairs at multiples of the units, by the name of a second weight:
+    quantized weights are divided between groups of inputs.
+    """
+    cuts = dict(plan.cuts)
+    for pair in plan.pairs:
+        output = f"{pair.output}.weight"
+        unit = units.get(output, 1)
+        if shapes[output][cuts[output].dim] % unit:
+            continue
+        for name, cut in plan.cuts.items():
+            if name.rpartition(".")[0] in (*pair.inputs, pair.output):
+                cuts[name] = replace(cut, unit=unit)
+    return replace(plan, cuts=cuts)
 
 
-def divided_bytes(outline: Outline, plan: WeightPlan, share: Share) -> list[int]:
-    """Bytes of a rank's share of each divided parameter; tied parameters once."""
-    divided = [(plan.cuts[name], one) for name, one in outline.parameters.items() if name in plan.cuts]
-    return [torch.Size(cut.shape(tuple(one.shape), share)).numel() * one.itemsize for cut, one in divided]
+def share_bytes(outline: Outline, plan: WeightPlan, share: Share, stored: Mapping[str, float] | None = None) -> int:
+    """Bytes of the parameters that a rank holds. `stored`: bytes per number of parameters that remain quantized."""
+    others = {name: one for name, one in outline.parameters.items() if name not in plan.cuts}
+    everywhere = (round(one.numel() * (stored or {}).get(name, one.itemsize)) for name, one in others.items())
+    return sum(everywhere) + sum(divided_bytes(outline, plan, share, stored))
+
+
+def divided_bytes(
+    outline: Outline, plan: WeightPlan, share: Share, stored: Mapping[str, float] | None = None
+) -> list[int]:
+    """Bytes of a rank's share of each divided parameter; tied parameters once. `stored` as above."""
+    divided = {name: one for name, one in outline.parameters.items() if name in plan.cuts}
+    counts = {name: prod(plan.cuts[name].shape(tuple(one.shape), share)) for name, one in divided.items()}
+    return [round(counts[name] * (stored or {}).get(name, one.itemsize)) for name, one in divided.items()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,17 @@ from transformers.modeling_utils import LoadStateDictConfig
 from longleaf.config import DtypeName, apply_environment, loading_environment
 from longleaf.errors import ModelRefused
 from longleaf.fingerprint import LENGTH_BYTES, MAX_HEADER_BYTES, weight_files
+from longleaf.kernels.cpu.quantized_linear import NativeQuantizedLinear, QuantizedLinear
 from longleaf.model_report import describe_layouts
-from workers.model.quantized_weights import NUMBERS, Quantization, StoredTensor, dequantize, layouts
+from workers.model.quantized_weights import (
+    NUMBERS,
+    DequantizedTensor,
+    Quantization,
+    StoredTensor,
+    dequantize,
+    layouts,
+)
+from workers.model.stored_layers import LayerWithoutWeight, stored_layers
 from workers.model.weight_shares import Cut, Share, take
 
 log = logging.getLogger("longleaf.weights")  # messages logged while a rank loads are shown to users
@@ -239,11 +248,13 @@ def read_share(
     dtype: torch.dtype,
     quantization: Quantization | None = None,
     *,
+    kernel: NativeQuantizedLinear | None = None,
     only_divided: bool = False,
 ) -> LoadedShare:
     """Reads a share of the weights into `module`, whose parameters are on the meta device and have their full shapes.
     Parameters that no cut names are read in full, or with `only_divided` stay on the meta device, as do parameters
-    that are tied to others. Quantized weights are dequantized. Raises ModelRefused and the errors of transformers.
+    that are tied to others. Quantized weights are dequantized; with `kernel`, those of linear layers remain as stored
+    if the kernel supports their layout. Raises ModelRefused and the errors of transformers.
     """
     mapping: Any = get_model_conversion_mapping(module)
     with open_weights(folder, is_unique=quantization is not None) as (stored, reader):
@@ -269,6 +280,13 @@ def read_share(
             for name, tensor in tensors.items()
             if targets[name][0] in cuts or not only_divided
         }
+        remaining = dict[str, DequantizedTensor]()
+        if kernel is not None:
+            remaining, note = stored_layers(module, {name: (slices[name], *targets[name]) for name in slices}, cuts)
+            log.info("weights: %s", note)
+            slices = {name: tensor for name, tensor in slices.items() if targets[name][0] not in remaining}
+            for name in remaining:
+                _replace_module(module, name, LayerWithoutWeight(module.get_submodule(_owner(name))))
         config = LoadStateDictConfig(
             pretrained_model_name_or_path=str(folder),
             ignore_mismatched_sizes=True,  # they are refused by name
@@ -284,7 +302,51 @@ def read_share(
             info = type(module)._finalize_model_loading(module, config, info)
         for name in late:
             _replace_parameter(module, name, take(module.get_parameter(name), cuts[name], share))
+        checked = set[tuple[object, ...]]()
+        for name, tensor in remaining.items():
+            assert kernel is not None
+            bias: Any = module.get_submodule(_owner(name)).bias
+            matrix = tensor.matrix()
+            kind = matrix.kind, matrix.shape, matrix.group, matrix.scales.dtype, matrix.zeros is None
+            if kind not in checked:
+                kernel.check(matrix)
+                checked.add(kind)
+            _replace_module(module, name, QuantizedLinear(matrix, bias, dtype, kernel))
     return LoadedShare(tuple(info.missing_keys), tuple(info.mismatched_keys), reader.num_bytes, tuple(counts))
+
+
+def targets_of(module: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """The parameter that each tensor of a checkpoint becomes, or is a part of."""
+    mapping: Any = get_model_conversion_mapping(module)
+    return {name: target for name, (target, _) in _targets(module, mapping, names).items()}
+
+
+def input_units(module: PreTrainedModel, folder: Path, quantization: Quantization) -> dict[str, int]:
+    """The number of inputs of which parts of weights have a multiple if they remain as stored, by their parameter."""
+    return {name: tensor.input_unit for name, tensor in _remaining(module, folder, quantization).items()}
+
+
+def stored_sizes(module: PreTrainedModel, folder: Path, quantization: Quantization) -> dict[str, float]:
+    """Bytes per number of the weights that may remain as stored, by their parameter."""
+    return {name: tensor.bytes_per_number for name, tensor in _remaining(module, folder, quantization).items()}
+
+
+def _remaining(module: PreTrainedModel, folder: Path, quantization: Quantization) -> dict[str, DequantizedTensor]:
+    mapping: Any = get_model_conversion_mapping(module)
+    with open_weights(folder, is_unique=True) as (stored, _):
+        tensors = dequantize(stored, quantization, module.dtype)
+        targets = _targets(module, mapping, tensors)
+        found, _ = stored_layers(module, {name: (tensor, *targets[name]) for name, tensor in tensors.items()}, {})
+    return found
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _replace_module(module: nn.Module, parameter: str, replacement: nn.Module) -> None:
+    """Replaces the layer with this parameter."""
+    module.set_submodule(_owner(parameter), replacement)
 
 
 def _replace_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -12,7 +12,14 @@ from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument
 from longleaf.resources import Memory
 from longleaf.service_settings import ServiceConfig
-from longleaf.weights_choice import choose_weights, whole_bytes, with_chosen_weights, with_weights
+from longleaf.weights_choice import (
+    WeightsInMemory,
+    WeightSizes,
+    choose_weights,
+    sizes_of,
+    with_chosen_weights,
+    with_weights,
+)
 from tests.support.small_weights import write_tensors
 
 GB = 10**9
@@ -31,7 +38,30 @@ GB = 10**9
     ],
 )
 def test_weights_are_sharded_where_whole_ones_do_not_fit(weight_bytes, rank_memory, world_size, kv_bytes, expected):
-    assert choose_weights(weight_bytes, rank_memory, world_size, kv_bytes) == expected
+    found = choose_weights("auto", "auto", WeightSizes(weight_bytes), rank_memory, world_size, kv_bytes)
+    assert found == WeightsInMemory(expected, "dequantized")
+
+
+SIZES = WeightSizes(100 * GB, 30 * GB)
+
+
+@pytest.mark.parametrize(
+    ("weights", "weights_dtype", "rank_memory", "expected"),
+    [
+        ("auto", "auto", 120 * GB, ("whole", "dequantized")),
+        ("auto", "auto", 40 * GB, ("whole", "stored")),
+        ("auto", "auto", 30 * GB, ("sharded", "dequantized")),
+        ("auto", "auto", 10 * GB, ("sharded", "stored")),
+        ("auto", "auto", 1 * GB, ("sharded", "stored")),
+        ("whole", "auto", 30 * GB, ("whole", "stored")),
+        ("sharded", "auto", 120 * GB, ("sharded", "dequantized")),
+        ("auto", "stored", 120 * GB, ("whole", "stored")),
+        ("auto", "dequantized", 40 * GB, ("sharded", "dequantized")),
+        ("auto", "auto", None, ("whole", "dequantized")),
+    ],
+)
+def test_weights_remain_quantized_where_dequantized_ones_do_not_fit(weights, weights_dtype, rank_memory, expected):
+    assert choose_weights(weights, weights_dtype, SIZES, rank_memory, 4) == WeightsInMemory(*expected)
 
 
 @pytest.fixture
@@ -53,15 +83,15 @@ def chosen(config, num_gpus=0):
 
 
 def test_the_size_of_the_weights_follows_from_their_type(folder):
-    assert [whole_bytes(folder, dtype) for dtype in ("auto", "float32", "float16")] == [2000, 4000, 2000]
+    assert [sizes_of(folder, dtype).dequantized for dtype in ("auto", "float32", "float16")] == [2000, 4000, 2000]
     (folder / "config.json").write_text(json.dumps({"torch_dtype": "float32"}))
-    assert whole_bytes(folder, "auto") == 4000
+    assert sizes_of(folder, "auto").dequantized == 4000
     (folder / "config.json").write_text("{}")
-    assert whole_bytes(folder, "auto") == 2000
+    assert sizes_of(folder, "auto").dequantized == 2000
     (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
-    assert whole_bytes(folder, "float32") == 4000
+    assert sizes_of(folder, "float32").dequantized == 4000
     (folder / "model.safetensors").write_bytes(b"")
-    assert whole_bytes(folder, "auto") == 0
+    assert sizes_of(folder, "auto").dequantized == 0
 
 
 def test_ranks_on_cpus_divide_the_available_memory(folder, monkeypatch):
@@ -117,4 +147,17 @@ def test_packed_numbers_are_counted(tmp_path):
     words = {"a.qweight": torch.zeros(10, 20, dtype=torch.int32), "a.scales": torch.zeros(10, dtype=torch.float16)}
     save_file(words, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"}}))
-    assert whole_bytes(tmp_path, "auto") == 2 * (8 * 200 + 10)
+    assert sizes_of(tmp_path, "auto") == WeightSizes(2 * (8 * 200 + 10), 4 * 200 + 2 * 10)
+
+
+def test_quantized_weights_that_fit_only_as_stored_are_announced(tmp_path, monkeypatch):
+    save_file({"a.weight": torch.zeros(1000, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "compressed-tensors"}}))
+    monkeypatch.setattr(weights_choice, "memory", lambda: Memory(1 << 40, 1536))
+    notes = []
+    found = with_weights(service(tmp_path, world_size=1), 0, notes.append).engine
+    assert (found.weights, found.weights_dtype) == ("whole", "stored")
+    reason = "all 2.0 KiB dequantized do not fit into the 1.5 KiB of a rank"
+    assert notes == [f"weights: kept as stored, about 1000 B in memory: {reason}"]
+    monkeypatch.setattr(weights_choice, "gpu_memory", lambda: [1536])
+    assert with_weights(service(tmp_path, world_size=1), 1, notes.append).engine.weights_dtype == "dequantized"
