@@ -158,7 +158,7 @@ class AnswerSplitter:
         if self._is_single and (call := next((each for each in self._pieces if isinstance(each, Call)), None)):
             del self._pieces[self._pieces.index(call) + 1 :]
             self.is_complete = True
-        return self._release() if self.is_complete or self._parser.is_settled else 0
+        return self._release() if self.is_complete or self._parser.is_decided else 0
 
     def finish(self, num_ids: int, text: str) -> int:
         """As `push`, for the last text."""

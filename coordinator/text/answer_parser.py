@@ -58,7 +58,7 @@ class AnswerParser(Protocol):
         ...
 
     @property
-    def is_settled(self) -> bool:
+    def is_decided(self) -> bool:
         """Whether no text is withheld."""
         ...
 
@@ -108,7 +108,7 @@ class MarkerParser:
         return self._state == "reasoning"
 
     @property
-    def is_settled(self) -> bool:
+    def is_decided(self) -> bool:
         return not self._pending and not self._lead and self._state != "call"
 
     def push(self, text: str) -> list[Piece]:
@@ -200,8 +200,8 @@ class MarkerParser:
             self._pending, self._state = after, "between"
             self._has_reasoning = True
             return True
-        kept = num_withheld(self._pending, (self._reasoning.end,))
-        shown = self._pending[: _num_stable(self._pending[: len(self._pending) - kept])]
+        num_open = num_withheld(self._pending, (self._reasoning.end,))
+        shown = self._pending[: _num_stable(self._pending[: len(self._pending) - num_open])]
         self._emit_reasoning(shown)
         self._pending = self._pending[len(shown) :]
         return False
@@ -219,8 +219,8 @@ class MarkerParser:
             self._lead = text[len(shown) :]
             self._pending = self._pending[found.start() :]
             return self._open(found[0])
-        kept = num_withheld(self._pending, self._starts)
-        shown = self._pending[: _num_stable(self._pending[: len(self._pending) - kept])]
+        num_open = num_withheld(self._pending, self._starts)
+        shown = self._pending[: _num_stable(self._pending[: len(self._pending) - num_open])]
         self._emit_text(shown)
         self._pending = self._pending[len(shown) :]
         return False
@@ -351,7 +351,7 @@ class ChannelParser:
         return self._state == "reasoning"
 
     @property
-    def is_settled(self) -> bool:
+    def is_decided(self) -> bool:
         return not self._pending and self._state not in ("header", "call")
 
     def push(self, text: str) -> list[Piece]:
@@ -427,12 +427,12 @@ class ChannelParser:
                 self._emit(before)
             self._open("header")
             return True
-        kept = len(self._pending) - num_withheld(self._pending, (*self._form.ends, self._form.start))
+        num_open = len(self._pending) - num_withheld(self._pending, (*self._form.ends, self._form.start))
         if self._state == "call":
-            self._body.append(self._pending[:kept])
+            self._body.append(self._pending[:num_open])
         else:
-            self._emit(self._pending[:kept])
-        self._pending = self._pending[kept:]
+            self._emit(self._pending[:num_open])
+        self._pending = self._pending[num_open:]
         return False
 
     def _finish_call(self) -> None:

@@ -316,7 +316,7 @@ async def test_grpc_client_receives_the_same_parts(hermes: Scripted) -> None:
     assert isinstance(events[-1], Finished) and events[-1].usage.reasoning_tokens > 8
 
 
-async def test_answer_is_not_split_unless_asked(hermes: Scripted) -> None:
+async def test_answer_is_split_on_request_only(hermes: Scripted) -> None:
     hermes.writes(f"<think>They ask.</think>{CALL}")
     conversation = Conversation((Message("user", "Is it cold?"),))
     events = [event async for event in hermes.rpc.generate(conversation)]
