@@ -33,6 +33,7 @@ ROUTES = (
     ("/v1/models/{id:path}", "GET", models.get_model),
     ("/v1/chat/completions", "POST", chat.chat),
     ("/v1/completions", "POST", completions.completions),
+    ("/v1/embeddings", "POST", models.embeddings),
     ("/v1/contexts", "GET", resources.list_contexts),
     ("/v1/contexts/{id}", "HEAD", upload.upload_state),
     ("/v1/contexts/{id}", "GET", resources.get_context),

@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Self, TypeVar, cast
 
 import msgspec
@@ -184,9 +184,9 @@ def _text_bytes(found: object) -> int:
             return 0
 
 
-def json_response(body: object, status: int = 200) -> Response:
+def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON response."""
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
 def json_fields(struct: msgspec.Struct, names: str) -> dict[str, Any]:

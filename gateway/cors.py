@@ -6,7 +6,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE")
-EXPOSED_HEADERS = ("retry-after", "x-should-retry", "upload-offset", "upload-complete")
+EXPOSED_HEADERS = ("retry-after", "x-should-retry", "upload-offset", "upload-complete", "longleaf-warning")
 """Response headers that pages of allowed origins may read, besides the content type and length."""
 PREFLIGHT_SECONDS = 600
 """How long a browser may cache the answer to a preflight request."""

@@ -1,8 +1,9 @@
 """Server-sent events, with comments as heartbeats."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ HEADERS = [
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
 ]
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 DONE = b"data: [DONE]\n\n"
 SEPARATORS = tuple((chr(code).encode(), f"\\u{code:04x}".encode()) for code in (0x85, 0x2028, 0x2029))
 _encoder = msgspec.json.Encoder()
@@ -58,8 +60,10 @@ class EventResponse:
         left: Callable[[Receive], Awaitable[None]] = wait_disconnected,
         heartbeat: float = HEARTBEAT_SECONDS,
         end: asyncio.Event | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> None:
-        """`end` ends the response early."""
+        """`end` ends the response early. `headers` are additional ones, in ASCII."""
+        self._headers = [*HEADERS, *((name.encode(), value.encode()) for name, value in headers.items())]
         self._events, self._waiting, self._left, self._heartbeat = events, waiting, left, heartbeat
         self._end, self._num_sent = end, 0
         self._send_lock, self._is_whole = asyncio.Lock(), False
@@ -68,7 +72,7 @@ class EventResponse:
         del scope
         tasks, is_cut = set[asyncio.Task[Any]](), False
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             work = asyncio.create_task(self._send_event(send))
             tasks |= {
                 work,

@@ -85,14 +85,18 @@ class TokenTexts(NamedTuple):
 
 
 def read_token_texts(
-    tokenizer: "Tokenizer", vocabulary_size: int, decode: Callable[[Sequence[int]], str]
+    tokenizer: "Tokenizer",
+    vocabulary_size: int,
+    decode: Callable[[Sequence[int]], str],
+    shown: Collection[int] = (),
 ) -> TokenTexts:
-    """The texts of the tokens below `vocabulary_size`. `decode` returns the text of ids without special tokens."""
+    """The texts of the tokens below `vocabulary_size`. `decode` returns the text of ids without special tokens, apart
+    from those in `shown`."""
     description: dict[str, Any] = json.loads(tokenizer.to_str())
     added = tokenizer.get_added_tokens_decoder()
     special = {token_id for token_id, token in added.items() if token.special}
     unused = set(range(vocabulary_size)) - set(tokenizer.get_vocab().values())
-    decoder, silent = decoder_steps(description.get("decoder")), frozenset(special | unused)
+    decoder, silent = decoder_steps(description.get("decoder")), frozenset(special.difference(shown) | unused)
     has_fallback = any(step["type"] == "ByteFallback" for step in decoder)
     names = {byte: f"<0x{byte:02X}>" for byte in range(256) if has_fallback}
     found = {byte: tokenizer.token_to_id(name) for byte, name in names.items()}

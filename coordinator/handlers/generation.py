@@ -5,6 +5,7 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,12 +18,14 @@ from coordinator.handlers.attribution_baseline import NEUTRAL_QUESTION, Baseline
 from coordinator.handlers.attribution_tracing import AttributionTracer, TextMaps, no_text, submit_patiently
 from coordinator.handlers.journal_replay import replay_journal
 from coordinator.handlers.prompt_encoder import Prompts
-from coordinator.handlers.response_assembler import ResponseAssembler
+from coordinator.handlers.response_assembler import ResponseAssembler, no_parser
 from coordinator.handlers.resumable_generations import ResumableGenerations, request_digest
 from coordinator.handlers.resumable_sessions import CallLater, call_later
 from coordinator.persistence.journal.entries import GenerationEntry
 from coordinator.persistence.journal.journal import Journal, JournalWriter
 from coordinator.telemetry.observers import CURRENT, NO_OBSERVERS, EventSink, Observers
+from coordinator.text.answer_formats import tool_parameters
+from coordinator.text.answer_parser import AnswerParser, answer_parser
 from coordinator.text.detokenizer import ids_before
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 
 HIDDEN = "tokens of the context are hidden"
 """A reason for which an answer is not exact."""
+UNKNOWN_FORMAT = "tool calls remain text: the format in which the model writes them is unknown"
+"""A warning."""
 
 
 def random_id() -> str:
@@ -280,6 +285,13 @@ class Generation:
         is_continued = request.context is None and not self._tokenizer.uses_template(request.use_chat_template)
         before = ids_before(self._tokenizer.alphabet, token_ids) if is_continued else ()
         alphabet, ends = self._tokenizer.alphabet, self._tokenizer.end_tokens
+        make_parser, warnings = no_parser, ()
+        if request.parse_answer:
+            make_parser = self._parsers(request, token_ids)
+            if make_parser() is not None:
+                alphabet = self._tokenizer.parsing_alphabet
+            if request.tools and not self._tokenizer.answer_format.call_format:
+                warnings = (UNKNOWN_FORMAT,)
         scaling = ""
         with suppress(LongleafError):  # the context was dropped, so there is no answer to describe
             is_whole, max_tokens = _is_whole(request), request.sampling.max_tokens
@@ -288,8 +300,23 @@ class Generation:
         note = "; ".join(filter(None, reasons))
         dequantization = self._engine.dequantization
         return ResponseAssembler(
-            request_id, request, alphabet, ends, self._clock, note, tracing, before, dequantization
+            request_id,
+            request,
+            alphabet,
+            ends,
+            self._clock,
+            note,
+            tracing,
+            before,
+            dequantization,
+            make_parser,
+            warnings,
         )
+
+    def _parsers(self, request: Generate, token_ids: Sequence[int]) -> Callable[[], AnswerParser | None]:
+        """Makes a parser for each sample of a request."""
+        form, tools = self._tokenizer.answer_format, tool_parameters(request.tools)
+        return partial(answer_parser, form, tools, is_reasoning=self._tokenizer.ends_in_reasoning(token_ids))
 
 
 def _is_whole(request: Generate) -> bool:

@@ -4,10 +4,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from coordinator.handlers.size_limits import SizeLimit
-from coordinator.text.chat_template import ConversationRefused
+from coordinator.text.chat_template import ConversationRefused, Tools
 from coordinator.text.control_tokens import TemplatePiece
 from coordinator.text.encoder import Encoder
+from coordinator.text.template import num_characters
 from coordinator.text.tokenizer import Opening, Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from coordinator.text.vocabulary import check_known
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from coordinator.engine.engine import Engine
 
 SYSTEM = "prefaced_config.system"
+REASONING_EFFORT = "reasoning_effort"
 EMPTY_LINE = "\n\n"
 """Separates a system message from the question that it is prepended to."""
 
@@ -42,10 +46,23 @@ class Prompts:
             return await self._threads.run(check_ids, request.input, size)
         if request.use_chat_template and request.context is None and not self._tokenizer.has_chat_template:
             raise InvalidArgument("use_chat_template", "the model has no chat template")
+        self._check_template_names(request)
         limit = SizeLimit(self._engine, self._tokenizer.max_bytes_per_token, resident)
         if isinstance(request.input, Conversation):
             return await self._conversation_ids(request, request.input, limit)
         return await self._text_ids(request, request.input, limit)
+
+    def _check_template_names(self, request: Generate) -> None:
+        """Raises InvalidArgument for tools and reasoning effort that the chat template would leave out."""
+        template = self._tokenizer.chat_template
+        if request.tools and (template is None or not template.supports_tools):
+            have = "the model has no chat template" if template is None else "the model's chat template has no tools"
+            raise InvalidArgument("tools", f"are not supported: {have}")
+        if REASONING_EFFORT in request.chat_template_kwargs and (
+            template is None or not template.uses(REASONING_EFFORT)
+        ):
+            field = f"chat_template_kwargs.{REASONING_EFFORT}"
+            raise InvalidArgument(field, "is not supported: the model's chat template does not use it")
 
     async def question_ids(self, text: str) -> Sequence[int]:
         """The token ids of a question after a document. Raises InvalidArgument, or Unavailable during shutdown."""
@@ -75,7 +92,7 @@ class Prompts:
             return "conversation.messages" + ("" if message is None else f"[{first + message}]")
 
         variables = request.chat_template_kwargs
-        pieces = await self._pieces(messages, has_context, variables, "conversation", field_of)
+        pieces = await self._pieces(messages, has_context, variables, "conversation", field_of, request.tools)
         return await self._encode("conversation", await self._encoders(pieces, has_context), limit)
 
     async def opening(self, system: str, limit: SizeLimit) -> Opening:
@@ -100,6 +117,7 @@ class Prompts:
         variables: dict[str, Any],
         field: str,
         field_of: Callable[[int | None], str],
+        tools: Tools = (),
     ) -> list[TemplatePiece]:
         """The prompt of a conversation, or the part that follows a document. Raises InvalidArgument naming `field`, or
         the field that `field_of` returns for the refused message."""
@@ -108,12 +126,12 @@ class Prompts:
             return await self._threads.run_long(len(text), self._tokenizer.plain_question, text)
         try:
             render = template.question if has_context else template.conversation
-            size = sum(len(output.text) for output in messages)
-            return await self._rendered(size, render, messages, variables)
+            size = sum(len(output.text) for output in messages) + num_characters(tools)
+            return await self._rendered(size, render, messages, variables, tools)
         except ConversationRefused as error:
             raise InvalidArgument(field_of(error.message), str(error)) from None
         except InvalidArgument as error:
-            raise InvalidArgument(field, error.description) from None
+            raise InvalidArgument("tools" if error.field == "tools" else field, error.description) from None
 
     async def _encoders(self, pieces: Sequence[TemplatePiece], is_continued: bool) -> list[tuple[Encoder, str]]:
         """Runs in a thread, because a text may have many control tokens, each of which starts a new piece."""
@@ -156,7 +174,7 @@ def _lay_out(conversation: Conversation, has_context: bool, has_template: bool) 
     first = conversation.first_turn if has_context or not has_template else 0
     output = list(messages[first:])
     prefaces = [message.text for message in messages[:first] if message.text]
-    output[0] = Message(output[0].role, EMPTY_LINE.join([*prefaces, output[0].text]))
+    output[0] = replace(output[0], text=EMPTY_LINE.join([*prefaces, output[0].text]))
     if not has_template and (len(output) > 1 or output[0].role != "user"):
         number = first + next((i for i, each in enumerate(output) if i or each.role != "user"), 0)
         text = "the model has no chat template, so a conversation is not supported: send one user message"

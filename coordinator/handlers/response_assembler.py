@@ -3,10 +3,14 @@
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
+from blake3 import blake3
+
 from coordinator import engine_messages
 from coordinator.handlers.attribution_tracing import AttributionTracer
+from coordinator.text.answer_parser import AnswerParser, Piece, ReasoningPiece, TextPiece
 from coordinator.text.detokenizer import Alphabet, TextStream
 from coordinator.text.token_bytes import TokenByteDecoder
+from coordinator.text.tool_calls import Call
 from longleaf.rank_protocol.step import Attention
 from longleaf.sampling import Token
 from longleaf.types import (
@@ -20,8 +24,17 @@ from longleaf.types import (
     Recovering,
     Started,
     Timings,
+    ToolCall,
     Usage,
 )
+
+CALL_ID_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
+CALL_ID_LENGTH = 9
+
+
+def no_parser() -> AnswerParser | None:
+    """The answer is not split."""
+    return None
 
 
 class RequestTimes:
@@ -47,15 +60,19 @@ class ResponseAssembler:
         tracing: AttributionTracer | None = None,
         before: Sequence[int] = (),
         dequantization: str = "",
+        make_parser: Callable[[], AnswerParser | None] = no_parser,
+        warnings: tuple[str, ...] = (),
     ) -> None:
-        """`before` are the prompt ids that the text of the answer continues, from `detokenizer.ids_before`. If logprobs
-        include the bytes of tokens, the alphabet must support `spell`. The request, whose text may be large, is not
-        kept. `exactness_note` is the reason for which the answer is not exact; empty if it is. `dequantization`
-        describes quantized weights."""
+        """`before` are the prompt ids that the text of the answer continues, from `detokenizer.ids_before`.
+        `make_parser` returns a parser for each sample whose answer is split; the alphabet must show its markers.
+        `warnings` are those of Started. If logprobs include the bytes of tokens, the alphabet must support `spell`. The
+        request, whose text may be large, is not kept. `exactness_note` is the reason for which the answer is not exact;
+        empty if it is. `dequantization` describes quantized weights."""
         sampling = request.sampling
         self._request_id = request_id
         self._exactness_note = exactness_note
         self._dequantization = dequantization
+        self._warnings = warnings
         self._times = RequestTimes(clock)
         ends = frozenset(sampling.stop_tokens) | (frozenset[int]() if sampling.ignore_end_token else end_tokens)
         spell = alphabet.spell if request.with_token_bytes else None
@@ -69,6 +86,9 @@ class ResponseAssembler:
                 dequantization,
                 TokenByteDecoder(spell, alphabet.silent, ends, is_continued=bool(before)) if spell else None,
                 tracing,
+                AnswerSplitter(parser, f"{request_id}/{sample}", is_single=request.single_tool_call)
+                if (parser := make_parser()) is not None
+                else None,
             )
             for sample in range(request.num_samples)
         ]
@@ -101,6 +121,7 @@ class ResponseAssembler:
                         is_exact=not self._exactness_note,
                         exactness_note=self._exactness_note,
                         dequantization=self._dequantization,
+                        warnings=self._warnings,
                     )
                 ]
             case Progress() | Recovering():
@@ -111,6 +132,66 @@ class ResponseAssembler:
                 return self._samples[event.sample].assemble(event)
             case engine_messages.Ended():
                 return self._samples[event.sample].finish(event)
+
+
+class AnswerSplitter:
+    """Splits the text of one sample with a parser. Tokens are withheld together with their text."""
+
+    def __init__(self, parser: AnswerParser, sample_id: str, *, is_single: bool) -> None:
+        """`is_single`: the answer ends after its first tool call. Ids of calls are derived from `sample_id`, so that a
+        replay gives the same ones."""
+        self._parser, self._sample_id, self._is_single = parser, sample_id, is_single
+        self._num_withheld = self._num_calls = 0
+        self._pieces: list[Piece] = []
+        self.num_reasoning = 0
+        """Tokens of the reasoning so far."""
+        self.is_complete = False
+        """Whether the answer ends here, because it has its only call."""
+
+    def push(self, num_ids: int, text: str) -> int:
+        """Adds the text of the next tokens. Returns the number of tokens that are released."""
+        was_reasoning = self._parser.is_reasoning
+        self._pieces += self._parser.push(text)
+        self._num_withheld += num_ids
+        if was_reasoning or self._parser.is_reasoning:
+            self.num_reasoning += num_ids
+        if self._is_single and (call := next((each for each in self._pieces if isinstance(each, Call)), None)):
+            del self._pieces[self._pieces.index(call) + 1 :]
+            self.is_complete = True
+        return self._release() if self.is_complete or self._parser.is_decided else 0
+
+    def finish(self, num_ids: int, text: str) -> int:
+        """As `push`, for the last text."""
+        num_released = self.push(num_ids, text)
+        if not self.is_complete:
+            self._pieces += self._parser.finish()
+        return num_released + self._release()
+
+    def pop_pieces(self) -> tuple[str, str, tuple[ToolCall, ...]]:
+        """The text, the reasoning and the calls of the released tokens."""
+        text = "".join(piece.text for piece in self._pieces if isinstance(piece, TextPiece))
+        reasoning = "".join(piece.text for piece in self._pieces if isinstance(piece, ReasoningPiece))
+        calls = tuple([self._identified(piece) for piece in self._pieces if isinstance(piece, Call)])
+        self._pieces = []
+        return text, reasoning, calls
+
+    def _release(self) -> int:
+        num_released, self._num_withheld = self._num_withheld, 0
+        return num_released
+
+    def _identified(self, call: Call) -> ToolCall:
+        self._num_calls += 1
+        number = int.from_bytes(blake3(f"{self._sample_id}/{self._num_calls}".encode()).digest(length=8))
+        return ToolCall(_call_id(number), call.name, call.arguments)
+
+
+def _call_id(number: int) -> str:
+    """9 letters and digits, because the templates of Mistral's models accept no other ids."""
+    characters = list[str]()
+    for _ in range(CALL_ID_LENGTH):
+        number, digit = divmod(number, len(CALL_ID_ALPHABET))
+        characters.append(CALL_ID_ALPHABET[digit])
+    return "".join(characters)
 
 
 class SampleAssembler:
@@ -126,8 +207,10 @@ class SampleAssembler:
         dequantization: str,
         byte_decoder: TokenByteDecoder | None,
         tracing: AttributionTracer | None,
+        splitter: AnswerSplitter | None,
     ) -> None:
         self._index = index
+        self._splitter = splitter
         self._tracing = tracing
         self._attention: list[Attention | None] = []
         """Attention of the tokens whose text is pending, if attribution is requested."""
@@ -160,7 +243,12 @@ class SampleAssembler:
         num_reported = self._num_tokens - num_before
         num_steps_reported = bisect_right(event.step_ends, num_reported)
         self._num_accepted += min(event.num_accepted, num_reported - num_steps_reported)
-        return [*self._delta(num_released, text), *([self._stop()] if self._text.matched_stop else [])]
+        return [*self._delta(num_released, text), *([self._stop()] if self._is_stopped else [])]
+
+    @property
+    def _is_stopped(self) -> bool:
+        """Whether a stop string or a single call has ended the answer."""
+        return bool(self._text.matched_stop) or (self._splitter is not None and self._splitter.is_complete)
 
     def _push(self, tokens: Sequence[Token]) -> tuple[int, str]:
         """The number of tokens that are released, and their text, up to the token that ends the answer."""
@@ -171,15 +259,21 @@ class SampleAssembler:
                 self._has_end_token = True  # its text, if any, is not part of the answer
                 break
             num_ids, piece = self._text.push(token.id)
+            if self._splitter is not None:
+                split = self._splitter.finish if self._text.matched_stop else self._splitter.push
+                num_ids, piece = split(num_ids, piece), ""
             num_released += num_ids
             text += piece
-            if self._text.matched_stop:
+            if self._is_stopped:
                 break
         return num_released, text
 
     def finish(self, event: engine_messages.Ended) -> list[Event]:
-        delta = self._delta(*self._text.finish(int(self._has_end_token)))
-        if self._text.matched_stop:
+        num_ids, text = self._text.finish(int(self._has_end_token))
+        if self._splitter is not None:
+            num_ids, text = self._splitter.finish(num_ids, text), ""
+        delta = self._delta(num_ids, text)
+        if self._is_stopped:
             return [*delta, self._stop()]
         self.is_finished = True
         timings = timings_of(event.queue_seconds, event.first_token_seconds, event.decode_seconds)
@@ -210,7 +304,8 @@ class SampleAssembler:
         )
 
     def _usage_of(self, num_prompt: int, num_cached: int, num_generated: int) -> Usage:
-        return Usage(num_prompt, num_cached, num_generated, self._num_drafted, self._num_accepted)
+        num_reasoning = 0 if self._splitter is None else self._splitter.num_reasoning
+        return Usage(num_prompt, num_cached, num_generated, self._num_drafted, self._num_accepted, num_reasoning)
 
     def _delta(self, count: int, text: str) -> list[Event]:
         """A delta of the first `count` pending tokens; empty if there are none."""
@@ -220,7 +315,10 @@ class SampleAssembler:
         tokens, self._tokens = self._tokens[:count], self._tokens[count:]
         token_ids = tuple([token.id for token in tokens])
         logprobs = tuple([token.logprobs for token in tokens if token.logprobs is not None])
-        return [Delta(index, token_ids, text, logprobs, self._index, self._trace(token_ids))]
+        reasoning, calls = "", ()
+        if self._splitter is not None:
+            text, reasoning, calls = self._splitter.pop_pieces()
+        return [Delta(index, token_ids, text, logprobs, self._index, self._trace(token_ids), reasoning, calls)]
 
     def _trace(self, token_ids: tuple[int, ...]) -> Attribution | None:
         """Adds the tokens of a delta to the totals; returns their sources, if requested per token."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 
+import msgspec
 from blake3 import blake3
 
 from coordinator.handlers.fair_share import shares_of
@@ -196,13 +197,19 @@ def request_digest(request: Generate) -> bytes:
             kind, requested = "conversation", b"".join(map(_length_prefixed, messages))
         case token_ids:
             kind, requested = "ids", array("I", token_ids).tobytes()
+    if request.tools or request.parse_answer:
+        requested += msgspec.json.encode((request.tools, request.single_tool_call))
     return blake3(f"{kind} {request.context}\n".encode()).update(requested).digest()
 
 
 def _length_prefixed(message: Message) -> bytes:
     """The message, prefixed with its role and length, so that different conversations have different bytes."""
     text = message.text.encode()
-    return f"{message.role} {len(text)}\n".encode() + text
+    prefixed = f"{message.role} {len(text)}\n".encode() + text
+    if not (message.reasoning or message.tool_calls or message.tool_call_id):
+        return prefixed
+    more = msgspec.json.encode((message.reasoning, message.tool_calls, message.tool_call_id))
+    return prefixed + f"more {len(more)}\n".encode() + more
 
 
 def _num_tokens(event: Event) -> int:

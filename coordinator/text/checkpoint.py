@@ -24,6 +24,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     end_tokens: frozenset[int]
     """End tokens of generation_config.json, else of config.json; the tokenizer may have a different one."""
     chat_template: str | None
+    tool_template: str | None = None
+    """A separate chat template for requests with tools."""
     document_separator: str | None
     """Text between document and question, control tokens recognised."""
     special_tokens: dict[str, str]
@@ -48,6 +50,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
             max_positions=int(text_config.get("max_position_embeddings") or text_config.get("n_positions") or 0),
             end_tokens=_end_tokens(generation.get("eos_token_id", text_config.get("eos_token_id"))),
             chat_template=_chat_template(folder, settings),
+            tool_template=_tool_template(folder, settings),
             document_separator=settings.get("document_separator"),
             special_tokens=_special_tokens(folder, settings),
         )
@@ -125,6 +128,20 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
             raise ModelRefused(f"{folder} has several chat templates ({names}), and none is named default")
         template = named["default"]
     return template if isinstance(template, str) else None
+
+
+def _tool_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """The template named tool_use, from the places where transformers looks for it."""
+    path = folder / "additional_chat_templates" / "tool_use.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelRefused(f"{path} cannot be read: {error}") from error
+    templates = settings.get("chat_template")
+    entries = map(_as_dict, cast(list[object], templates)) if isinstance(templates, list) else ()
+    found = next((entry.get("template") for entry in entries if entry.get("name") == "tool_use"), None)
+    return found if isinstance(found, str) else None
 
 
 def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:

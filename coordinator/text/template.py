@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -25,7 +25,8 @@ MAX_MEMORY = 1 << 30
 MAX_REASON = 500
 """Maximum characters of a template's error message."""
 Messages = Sequence[dict[str, Any]]
-"""A conversation: `role` and `content` of each message, a text or a list of one part: `type` ("text") and `text`."""
+"""A conversation: `role` and `content` of each message, a text or a list of one part: `type` ("text") and `text`; also
+`tool_calls`, `tool_call_id`, `name` and the reasoning, in transformers' form."""
 _Show = Callable[..., str]
 """Renders `messages`."""
 
@@ -65,27 +66,37 @@ class DirectRenderer:
             template = _compiled(source, self._now)
         except Exception as error:
             return [Rendering(reason=_describe(error))] * len(conversations)
-        fixed: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": True}
-        show = partial(template.render, **{**variables, **fixed})
-        return [_render(show, messages) for messages in conversations]
+        fixed: dict[str, Any] = {"documents": None, "add_generation_prompt": True}
+        show = partial(template.render, **{"tools": None, **variables, **fixed})
+        room = MAX_CHARACTERS + num_characters(variables.get("tools"))
+        return [_render(show, messages, room) for messages in conversations]
 
 
-def _render(show: _Show, messages: Messages) -> Rendering:
+def _render(show: _Show, messages: Messages, room: int) -> Rendering:
     try:
         text = show(messages=messages)
         text.encode()  # lone surrogates are not text
     except Exception as error:  # templates are programs and may raise any exception
         return Rendering(reason=_describe(error), message=_refused(show, messages))
-    if len(text) > MAX_CHARACTERS + sum(map(_num_characters, messages)):
+    if len(text) > room + num_characters(messages):
         return Rendering(
             reason=f"produces {len(text):,} characters, over {MAX_CHARACTERS:,} more than the messages have"
         )
     return Rendering(text)
 
 
-def _num_characters(message: dict[str, Any]) -> int:
-    content: str | list[dict[str, str]] = message["content"]
-    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+def num_characters(value: object) -> int:
+    """The characters of all strings of a JSON value."""
+    match value:
+        case str():
+            return len(value)
+        case dict():
+            members = cast(dict[str, object], value)
+            return sum(map(len, members)) + sum(map(num_characters, members.values()))
+        case list() | tuple():
+            return sum(map(num_characters, cast(Sequence[object], value)))
+        case _:
+            return 0
 
 
 def _describe(error: Exception) -> str:

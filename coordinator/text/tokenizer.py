@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
+from coordinator.text.answer_formats import AnswerFormat, recognized_format
+from coordinator.text.answer_parser import ends_in_reasoning
 from coordinator.text.chat_template import ChatTemplate
 from coordinator.text.checkpoint import Checkpoint
 from coordinator.text.control_tokens import ControlTokens, Marks, TemplatePiece
@@ -23,6 +25,8 @@ from longleaf.token_bytes import decoder_steps, read_token_texts
 DEFAULT_SEPARATOR = "\n\n"
 MAX_TAIL = 4096
 """Characters before a document that are encoded together with it."""
+MAX_MARKER_TOKENS = 32
+"""Tokens at the end of a prompt among which the start of reasoning is looked for."""
 _BYTE_PRESERVING = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"}
 """Pre-tokenizer steps that drop no text (Split unless configured to remove)."""
 
@@ -48,7 +52,9 @@ class Tokenizer:
         """Special tokens that come before a plain prompt."""
         self.separator = DEFAULT_SEPARATOR if checkpoint.document_separator is None else checkpoint.document_separator
         template = checkpoint.chat_template
-        written = "\0".join(renderer.literals(template)) if template is not None else ""
+        tool_template = checkpoint.tool_template if template is not None else None
+        sources = [source for source in (template, tool_template) if source is not None]
+        written = "\0".join(text for source in sources for text in renderer.literals(source))
         description: dict[str, Any] = json.loads(control.to_str())
         names = _control_tokens(control, written)
         self._break = "\ufdef" + secrets.token_hex(8)
@@ -60,10 +66,15 @@ class Tokenizer:
         """Makes prompts of conversations; None for a model without one."""
         if template is not None:
             self.chat_template = ChatTemplate(
-                template, checkpoint.special_tokens, renderer, self.control_tokens, self.separator
+                template, checkpoint.special_tokens, renderer, self.control_tokens, self.separator, tool_template
             )
         self.alphabet = self._alphabet()
         """The decoder from ids to text."""
+        added = [token.content for token in control.get_added_tokens_decoder().values()]
+        self.answer_format = recognized_format("\n".join(sources), added) if sources else AnswerFormat()
+        """The format of reasoning and tool calls."""
+        self.parsing_alphabet = self._alphabet(self.answer_format.markers)
+        """As `alphabet`, but special tokens that mark reasoning or calls have their text."""
         self.max_bytes_per_token = _max_bytes_per_token(control, description)
         """Most UTF-8 bytes of text that one token can stand for; None when there is no such limit."""
 
@@ -170,9 +181,26 @@ class Tokenizer:
         # The library lets other threads run in a batch only.
         return self._control.decode_batch([list(token_ids)], skip_special_tokens=not keep_special)[0]
 
-    def _alphabet(self) -> Alphabet:
-        texts = read_token_texts(self._control, self.vocabulary_size, self.decode)
-        return Alphabet(decode=self.decode, silent=texts.silent, bytes=frozenset(texts.fallback), spell=texts.spell)
+    def ends_in_reasoning(self, token_ids: Sequence[int]) -> bool:
+        """Whether a prompt has begun the reasoning of its answer."""
+        return ends_in_reasoning(self.answer_format, self.decode(token_ids[-MAX_MARKER_TOKENS:], keep_special=True))
+
+    def _alphabet(self, markers: Collection[str] = ()) -> Alphabet:
+        """`markers` are special tokens that are shown."""
+        added = self._control.get_added_tokens_decoder()
+        shown = {token_id for token_id, token in added.items() if token.special and token.content in markers}
+        special = {token_id for token_id, token in added.items() if token.special} - shown
+        decode = self._decode_showing(special) if shown else self.decode
+        texts = read_token_texts(self._control, self.vocabulary_size, decode, shown)
+        return Alphabet(decode=decode, silent=texts.silent, bytes=frozenset(texts.fallback), spell=texts.spell)
+
+    def _decode_showing(self, hidden: Collection[int]) -> Callable[[Sequence[int]], str]:
+        """Decodes ids with all special tokens except `hidden`."""
+
+        def decode(token_ids: Sequence[int]) -> str:
+            return self.decode([each for each in token_ids if each not in hidden], keep_special=True)
+
+        return decode
 
 
 def _control_tokens(tokenizer: FastTokenizer, written: str) -> set[str]:

@@ -22,6 +22,8 @@ LEAST_LOGPROB = -9999.0
 """Replaces a logprob of -inf, which JSON cannot represent and which OpenAI's types do not allow to be null. vLLM sends
 the same value."""
 REASONS = {"end_token": "stop", "stop": "stop", "stop_token": "stop", "length": "length"}
+WARNING = "longleaf-warning"
+"""Response header that lists ignored fields, and restrictions of the answer."""
 Names = dict[str, str]
 
 
@@ -36,8 +38,8 @@ class ChunkFormatter(Protocol):
         """Chunks before all others."""
         ...
 
-    def delta(self, delta: Delta) -> dict[str, Any]:
-        """The chunk of a Delta."""
+    def delta(self, delta: Delta) -> list[dict[str, Any]]:
+        """The chunks of a Delta."""
         ...
 
     def finish(self, finished: Finished, fields: dict[str, Any]) -> dict[str, Any]:
@@ -96,20 +98,24 @@ class PendingCompletion(NamedTuple):
     is_streamed: bool
     names: Names
     """HTTP names of the service's fields, and of `context`."""
+    ignored: list[str]
+    """Names of fields of the request that are ignored."""
 
 
 async def answer(request: Request, asking: PendingCompletion, share: MemoryLease) -> Response:
     """The answer, streamed or whole. Errors before its first byte become the status. `share` is released at the first
     event, because the prompt is not needed after that. Raises HttpProblem."""
-    events, formatter, sources, is_streamed, names = asking
+    events, formatter, sources, is_streamed, names, ignored = asking
     try:
         try:
             first = await cancel_on_disconnect(request, anext(events))
         except StopAsyncIteration:
             raise Unavailable("the service ended the stream before the answer") from None
         share.release()
+        headers = _warning_headers(ignored, first)
         if not is_streamed:
-            return json_response(await cancel_on_disconnect(request, _whole(events, formatter, sources)))
+            whole = await cancel_on_disconnect(request, _whole(events, formatter, sources))
+            return json_response(whole, headers=headers)
     except LongleafError as error:
         await events.aclose()
         raise _problem(error, names) from None
@@ -119,7 +125,18 @@ async def answer(request: Request, asking: PendingCompletion, share: MemoryLease
     waiting = WaitStatus()
     waiting.record(first)
     # EventResponse is callable like a Response, but not a subclass
-    return cast(Response, EventResponse(_stream(first, events, formatter, sources, waiting.record, names), waiting))
+    stream = _stream(first, events, formatter, sources, waiting.record, names)
+    return cast(Response, EventResponse(stream, waiting, headers=headers))
+
+
+def _warning_headers(ignored: list[str], first: Event) -> dict[str, str]:
+    warnings = [f"ignored: {', '.join(ignored)}"] if ignored else []
+    warnings += first.warnings if isinstance(first, Started) else ()
+    return {WARNING: "; ".join(warnings).encode("ascii", "replace").decode()} if warnings else {}
+
+
+def _is_shown(delta: Delta) -> bool:
+    return bool(delta.text or delta.reasoning or delta.tool_calls or any(text_logprobs([delta])))
 
 
 def _problem(error: LongleafError, names: Names) -> HttpProblem:
@@ -142,8 +159,9 @@ async def _stream(
         async with aclosing(events):
             async for item in events:
                 match item:
-                    case Delta() if item.text or any(text_logprobs([item])):
-                        yield event(formatter.delta(item))
+                    case Delta() if _is_shown(item):
+                        for chunk in formatter.delta(item):
+                            yield event(chunk)
                     case Finished():
                         ends.append(item)
                         yield event(formatter.finish(item, await sources.choice_fields(item)))
@@ -202,6 +220,7 @@ def usage_of(ends: list[Finished]) -> dict[str, Any]:
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted_tokens,
             "rejected_prediction_tokens": drafted_tokens - accepted_tokens,
+            "reasoning_tokens": sum(end.usage.reasoning_tokens for end in ends),
         },
     }
 

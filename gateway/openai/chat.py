@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.requests import Request
@@ -25,9 +26,17 @@ from gateway.openai.response_format import NAMES as FORMAT_NAMES
 from gateway.openai.sources import NAMES as SOURCE_NAMES
 from gateway.openai.sources import annotation_fields, source_reader
 from longleaf.sampling import Logprobs
-from longleaf.types import Delta, Finished
+from longleaf.types import Delta, Finished, ToolCall
 
-NAMES = {"return_token_bytes": "logprobs", "text": "messages", **SOURCE_NAMES, **FORMAT_NAMES}
+NAMES = {
+    "return_token_bytes": "logprobs",
+    "text": "messages",
+    "chat_template_kwargs.reasoning_effort": "reasoning_effort",
+    **SOURCE_NAMES,
+    **FORMAT_NAMES,
+}
+ARGUMENTS_PIECE = 1 << 14
+"""Maximum characters of a piece of arguments in a stream."""
 
 
 async def chat(request: Request) -> Response:
@@ -39,20 +48,20 @@ async def _start_completion(request: Request, share: MemoryLease) -> PendingComp
     """Only the return value references the conversation."""
     client = client_of(request)
     served = await model_name(request, client)  # authenticates the caller before the body is read
-    requested, conversation = await body_of(request, share, decode_chat)
+    requested, conversation, ignored = await body_of(request, share, decode_chat)
     target = target_of(served, requested.model, requested.context)
     given = requested.max_completion_tokens if requested.max_tokens is None else requested.max_tokens
     options = with_length(requested.options(peer_of(request)), given)
     sources = source_reader(client, request, requested.sources, target.context)
-    if requested.chat_template_kwargs is not None:
-        options |= {"chat_template_kwargs": requested.chat_template_kwargs}
+    options |= requested.chat_options()
     if requested.logprobs:
         options |= {"num_logprobs": requested.top_logprobs or 0, "with_token_bytes": True}
     events = client.generate(conversation, context=target.context, **options)
     names = NAMES | {"context": "model" if requested.context is None else "context"}
     if requested.max_tokens is None and requested.max_completion_tokens is not None:
         names["sampling.max_token_count"] = "max_completion_tokens"
-    return PendingCompletion(events, ChatChunkFormatter(target.model, requested), sources, requested.stream, names)
+    formatter = ChatChunkFormatter(target.model, requested)
+    return PendingCompletion(events, formatter, sources, requested.stream, names, ignored)
 
 
 class ChatChunkFormatter:
@@ -62,7 +71,7 @@ class ChatChunkFormatter:
         self.num_samples = request.n
         self.with_usage = request.stream_options is not None and request.stream_options.include_usage
         self._has_logprobs = request.logprobs
-        self._lengths = [0] * request.n
+        self._lengths, self._num_calls = [0] * request.n, [0] * request.n
         self._base: dict[str, Any] = {"id": new_id("chatcmpl"), "object": "", "created": now(), "model": model}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -73,16 +82,23 @@ class ChatChunkFormatter:
         first = {"role": "assistant", "content": ""}
         return [self._chunk([_choice(sample, first)]) for sample in range(self.num_samples)]
 
-    def delta(self, delta: Delta) -> dict[str, Any]:
+    def delta(self, delta: Delta) -> list[dict[str, Any]]:
         self._lengths[delta.sample] += len(delta.text)
-        choice = _choice(delta.sample, {"content": delta.text})
+        parts: list[dict[str, Any]] = [{"reasoning_content": delta.reasoning}] if delta.reasoning else []
+        if delta.text:
+            parts.append({"content": delta.text})
+        for call in delta.tool_calls:
+            parts += [{"tool_calls": [piece]} for piece in _call_pieces(self._num_calls[delta.sample], call)]
+            self._num_calls[delta.sample] += 1
+        choices = [_choice(delta.sample, part) for part in parts or [{"content": ""}]]
         if self._has_logprobs:
-            choice["logprobs"] = _logprobs([delta])
-        return self._chunk([choice])
+            choices[0]["logprobs"] = _logprobs([delta])
+        return [self._chunk([choice]) for choice in choices]
 
     def finish(self, finished: Finished, fields: dict[str, Any]) -> dict[str, Any]:
         annotations = annotation_fields(fields, self._lengths[finished.sample])
-        choice = _choice(finished.sample, annotations, reason_of(finished))
+        reason = _reason(finished, has_calls=self._num_calls[finished.sample] > 0)
+        choice = _choice(finished.sample, annotations, reason)
         return self._chunk([choice | fields]) | exactness_of([finished])
 
     def last(self, usage: dict[str, Any], exactness: dict[str, Any]) -> dict[str, Any]:
@@ -94,9 +110,9 @@ class ChatChunkFormatter:
         choices = [
             {
                 "index": i,
-                "message": _message("".join(delta.text for delta in reported), more),
+                "message": _message(reported, more),
                 "logprobs": _logprobs(reported) if self._has_logprobs else None,
-                "finish_reason": reason_of(end),
+                "finish_reason": _reason(end, has_calls=any(delta.tool_calls for delta in reported)),
                 **more,
             }
             for i, (reported, end, more) in enumerate(zip(deltas, ends, fields, strict=True))
@@ -105,9 +121,32 @@ class ChatChunkFormatter:
         return {**base, "choices": choices, "usage": usage}
 
 
-def _message(content: str, fields: dict[str, Any]) -> dict[str, Any]:
-    annotations = annotation_fields(fields, len(content))
-    return {"role": "assistant", "content": content, "refusal": None, **annotations}
+def _message(deltas: list[Delta], fields: dict[str, Any]) -> dict[str, Any]:
+    content = "".join(delta.text for delta in deltas)
+    calls = [call for delta in deltas for call in delta.tool_calls]
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if reasoning := "".join(delta.reasoning for delta in deltas):
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [_call(call, call.arguments) for call in calls]
+    return message | annotation_fields(fields, len(content))
+
+
+def _reason(finished: Finished, *, has_calls: bool) -> str:
+    """Finish reason in OpenAI's terms, for a choice with or without tool calls."""
+    reason = reason_of(finished)
+    return "tool_calls" if has_calls and reason == "stop" else reason
+
+
+def _call(call: ToolCall, arguments: str) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _call_pieces(index: int, call: ToolCall) -> Iterator[dict[str, Any]]:
+    """The pieces of a call in a stream: id and name first, then the arguments."""
+    yield {"index": index, **_call(call, "")}
+    for start in range(0, len(call.arguments), ARGUMENTS_PIECE):
+        yield {"index": index, "function": {"arguments": call.arguments[start : start + ARGUMENTS_PIECE]}}
 
 
 def _choice(sample: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:

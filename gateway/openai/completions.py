@@ -49,7 +49,7 @@ async def _start_completion(request: Request, share: MemoryLease) -> PendingComp
     """Only the return value references the prompt."""
     client = client_of(request)
     served = await model_name(request, client)  # authenticates the caller before the body is read
-    requested, prompt = await body_of(request, share, decode_text)
+    requested, prompt, ignored = await body_of(request, share, decode_text)
     target = target_of(served, requested.model, requested.context)
     options = with_length(requested.options(peer_of(request)), requested.max_tokens)
     sources = source_reader(client, request, requested.sources, target.context)
@@ -59,7 +59,8 @@ async def _start_completion(request: Request, share: MemoryLease) -> PendingComp
         options |= {"use_chat_template": False}
     events = client.generate(prompt, context=target.context, **options)
     names = NAMES | {"context": "model" if requested.context is None else "context"}
-    return PendingCompletion(events, TextChunkFormatter(target.model, requested), sources, requested.stream, names)
+    formatter = TextChunkFormatter(target.model, requested)
+    return PendingCompletion(events, formatter, sources, requested.stream, names, ignored)
 
 
 class TextChunkFormatter:
@@ -80,8 +81,8 @@ class TextChunkFormatter:
     def begin(self) -> list[dict[str, Any]]:
         return []
 
-    def delta(self, delta: Delta) -> dict[str, Any]:
-        return self._chunk([self._choice(delta.sample, [delta])])
+    def delta(self, delta: Delta) -> list[dict[str, Any]]:
+        return [self._chunk([self._choice(delta.sample, [delta])])]
 
     def _choice(self, sample: int, deltas: list[Delta], reason: str | None = None) -> dict[str, Any]:
         logprobs = self._logprobs(sample, deltas) if self._has_logprobs and deltas else None

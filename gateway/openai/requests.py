@@ -11,10 +11,15 @@ from gateway.bodies import converted
 from gateway.errors import HttpProblem
 from gateway.openai.response_format import constraint_of
 from gateway.openai.sources import SourcesRequest, sources_fields
-from longleaf.types import Conversation, GenerateOptions, Message
+from longleaf.types import Conversation, GenerateOptions, Message, ToolCall
 
-HARMLESS = frozenset("store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key".split())
-"""Accepted fields without effect."""
+HARMLESS = frozenset(
+    (
+        "store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction keep_alive "
+        "cache_prompt cache_salt chat_id session_id parallel_tool_calls"
+    ).split()
+)
+"""Fields that front ends send unasked and that change no answer. They are ignored, with a warning."""
 MEANINGLESS: Mapping[str, tuple[object, ...]] = {
     "tool_choice": ("none",),
     "tools": ([],),
@@ -24,6 +29,22 @@ MEANINGLESS: Mapping[str, tuple[object, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "include_reasoning": (True,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "ignore_eos": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "typical_p": (1,),
+    "mirostat": (0,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "guided_json": ("",),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
 }
 """Fields that are accepted only with these values, which have no effect."""
 EMPTY: tuple[object, ...] = (None, [], {}, "")
@@ -31,7 +52,8 @@ EMPTY: tuple[object, ...] = (None, [], {}, "")
 fields."""
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Bias = Annotated[dict[str, float], Meta(max_length=1024)]
-Role = Literal["system", "developer", "user", "assistant"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+NO_CONSTRAINT = "is not supported: calls cannot be constrained yet; use auto"
 MAX_STOPS = 16
 MAX_EXACT_FLOAT = 1 << 53
 """Up to this value every integer has an exact float."""
@@ -98,8 +120,25 @@ class ChatCompletionRequest(CompletionRequest, frozen=True, kw_only=True, forbid
 
     max_completion_tokens: Count | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+    def chat_options(self) -> GenerateOptions:
+        """The client's options for the chat template, and for tools."""
+        tools = self.tools if self.tool_choice != "none" else []
+        options: GenerateOptions = {
+            "tools": tools,
+            "parse_answer": True,
+            "single_tool_call": bool(tools) and not self.parallel_tool_calls,
+        }
+        variables = self.chat_template_kwargs or {}
+        if self.reasoning_effort is not None:
+            variables = variables | {"reasoning_effort": self.reasoning_effort}
+        return options | {"chat_template_kwargs": variables} if variables else options
 
 
 class TextCompletionRequest(CompletionRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,16 +153,37 @@ class PromptInput(msgspec.Struct, frozen=True):
     prompt: str | list[str | int]
 
 
+class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The function of a call, and its arguments as JSON."""
+
+    name: str
+    arguments: str = ""
+
+
+class MessageCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool call of an earlier answer."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int = 0
+
+
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One message."""
 
     role: Role
-    content: str | list[dict[str, Any]]
+    content: str | list[dict[str, Any]] | None = None
     name: str | None = None
+    reasoning_content: str = ""
+    reasoning: str = ""
+    tool_calls: list[MessageCall] = []
+    tool_call_id: str = ""
 
 
-def decode_chat(raw: dict[str, Any]) -> tuple[ChatCompletionRequest, Conversation]:
-    """Raises HttpProblem that names the field. The service checks the conversation itself."""
+def decode_chat(raw: dict[str, Any]) -> tuple[ChatCompletionRequest, Conversation, list[str]]:
+    """The request, its messages, and the names of ignored fields. Raises HttpProblem that names the field. The service
+    checks the conversation itself."""
     given = cleaned(raw, ChatCompletionRequest.__struct_fields__, {"messages"})
     messages = given.pop("messages", None)
     if not isinstance(messages, list) or not messages:
@@ -136,16 +196,32 @@ def decode_chat(raw: dict[str, Any]) -> tuple[ChatCompletionRequest, Conversatio
         message = "max_completion_tokens: differs from max_tokens"
         raise HttpProblem(400, message, param="max_completion_tokens", code="invalid_value")
     check_stream(requested)
-    return requested, Conversation(tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns)))
+    _check_tool_choice(requested)
+    conversation = Conversation(tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns)))
+    return requested, conversation, ignored_fields(raw)
 
 
-def decode_text(raw: dict[str, Any]) -> "tuple[TextCompletionRequest, str | array[int]]":
-    """The request and its prompt. Raises HttpProblem that names the field."""
+def _check_tool_choice(request: ChatCompletionRequest) -> None:
+    """Raises HttpProblem unless the choice can be honoured."""
+    choice, effort = request.tool_choice, (request.chat_template_kwargs or {}).get("reasoning_effort")
+    if isinstance(choice, dict) or choice == "required":
+        wanted = choice if isinstance(choice, str) else "a named function"
+        message = f"tool_choice: {wanted} {NO_CONSTRAINT}"
+        raise HttpProblem(400, message, param="tool_choice", code="unsupported_parameter")
+    if choice not in ("auto", "none"):
+        raise HttpProblem(400, "tool_choice: must be auto or none", param="tool_choice", code="invalid_value")
+    if request.reasoning_effort is not None and effort not in (None, request.reasoning_effort):
+        message = "reasoning_effort: differs from chat_template_kwargs.reasoning_effort"
+        raise HttpProblem(400, message, param="reasoning_effort", code="invalid_value")
+
+
+def decode_text(raw: dict[str, Any]) -> "tuple[TextCompletionRequest, str | array[int], list[str]]":
+    """The request, its prompt, and the names of ignored fields. Raises HttpProblem that names the field."""
     given = cleaned(raw, TextCompletionRequest.__struct_fields__, {"prompt"})
     prompt = _prompt(converted({name: given.pop(name) for name in given.keys() & {"prompt"}}, PromptInput).prompt)
     requested = converted(given, TextCompletionRequest)
     check_stream(requested)
-    return requested, prompt
+    return requested, prompt, ignored_fields(raw)
 
 
 def _prompt(prompt: str | list[str | int]) -> "str | array[int]":
@@ -174,18 +250,27 @@ def cleaned(raw: dict[str, Any], known: tuple[str, ...], more: set[str] | None =
     """The fields that have an effect. Raises HttpProblem naming an unknown or unsupported field."""
     found = dict[str, Any]()
     for name, value in raw.items():
-        if value is None or name in HARMLESS or value in MEANINGLESS.get(name, ()):
+        if name in known and value is not None:
+            found[name] = _integer(value)
+            continue
+        if value is None or name in HARMLESS or _integer(value) in MEANINGLESS.get(name, ()):
             continue
         if name in MEANINGLESS:
-            message = f"{name}: is not supported; omit it, because this server only generates text"
+            message = f"{name}: this value is not supported; omit the field"
             raise HttpProblem(400, message, param=name, code="unsupported_parameter")
-        if name not in known and name not in (more or ()):
+        if name not in (more or ()):
             raise HttpProblem(400, f"unknown parameter: {name[:100]}", param=name[:100], code="unknown_parameter")
-        found[name] = _integer(value)
+        found[name] = value
     if "sources" in found and "sources" in known:
         fields = sources_fields(found.pop("sources"))
         found |= {} if fields is None else {"sources": {name: _integer(value) for name, value in fields.items()}}
     return found
+
+
+def ignored_fields(raw: dict[str, Any]) -> list[str]:
+    """The names of accepted fields that are ignored."""
+    used = {"parallel_tool_calls"} if raw.get("tools") else set[str]()
+    return sorted(name for name, value in raw.items() if value is not None and name in HARMLESS - used)
 
 
 def _integer(value: Any) -> Any:
@@ -203,8 +288,16 @@ def _message(raw: object, path: str) -> Message:
             raise HttpProblem(400, f"{path}.{name} is not supported", param=f"{path}.{name}", code="unsupported_value")
         del fields[name]
     turn = converted(fields, ChatMessage, path)
-    text = turn.content if isinstance(turn.content, str) else _text_of(turn.content, f"{path}.content")
-    return Message("system" if turn.role == "developer" else turn.role, text)
+    if turn.content is None and not turn.tool_calls:
+        raise HttpProblem(400, f"{path}: has no content", param=path, code="invalid_type")
+    text = turn.content or ""
+    return Message(
+        "system" if turn.role == "developer" else turn.role,
+        text if isinstance(text, str) else _text_of(text, f"{path}.content"),
+        turn.reasoning_content or turn.reasoning,
+        tuple(ToolCall(call.id, call.function.name, call.function.arguments or "{}") for call in turn.tool_calls),
+        turn.tool_call_id,
+    )
 
 
 def _text_of(parts: list[dict[str, Any]], path: str) -> str:

@@ -120,6 +120,7 @@ export class Conversation {
           if (usage) this.#patch({ usage });
           const text = choices[0]?.delta?.content;
           if (text) writer.add(text, since());
+          else if (choices[0]?.delta?.reasoning_content) this.#wait("thinking");
           if (choices[0]?.finish_reason) this.#patch({ reason: choices[0].finish_reason, sources: choices[0].sources ?? null });
         }
       }

@@ -2,13 +2,15 @@
 
 from typing import get_args
 
+from longleaf.codec.derived import derive
 from longleaf.codec.names import check_utf8
 from longleaf.errors import InvalidArgument
-from longleaf.types import Conversation, Message, Role
+from longleaf.types import Conversation, Message, Role, ToolCall
 from longleaf.v1 import generation_pb2 as generation_pb
 
 ROLES: tuple[Role, ...] = get_args(Role)
 """By their numbers, from 1."""
+_encode_call, _decode_call = derive(ToolCall, generation_pb.ToolCall)
 
 
 def encode_conversation(conversation: Conversation) -> generation_pb.Conversation:
@@ -24,7 +26,16 @@ def _encode_message(place: int, message: Message) -> generation_pb.Message:
     if message.role not in ROLES:
         raise InvalidArgument(f"{field}.role", f"{message.role!r} is not one of {', '.join(ROLES)}")
     part = generation_pb.Part(text=check_utf8(message.text, f"{field}.text"))
-    return generation_pb.Message(role=generation_pb.Role.Name(ROLES.index(message.role) + 1), parts=[part])
+    for j, call in enumerate(message.tool_calls):
+        for name, value in (("id", call.id), ("name", call.name), ("arguments", call.arguments)):
+            check_utf8(value, f"{field}.tool_calls[{j}].{name}")
+    return generation_pb.Message(
+        role=generation_pb.Role.Name(ROLES.index(message.role) + 1),
+        parts=[part],
+        reasoning=check_utf8(message.reasoning, f"{field}.reasoning"),
+        tool_calls=map(_encode_call, message.tool_calls),
+        tool_call_id=check_utf8(message.tool_call_id, f"{field}.tool_call_id"),
+    )
 
 
 def decode_conversation(message: generation_pb.Conversation, *, has_context: bool) -> Conversation:
@@ -43,4 +54,10 @@ def _decode_message(place: int, message: generation_pb.Message) -> Message:
             raise InvalidArgument(
                 f"{field}.parts[{i}]", "has a content type that this service does not support: give text"
             )
-    return Message(ROLES[message.role - 1], "".join(part.text for part in message.parts))
+    return Message(
+        ROLES[message.role - 1],
+        "".join(part.text for part in message.parts),
+        message.reasoning,
+        tuple(map(_decode_call, message.tool_calls)),
+        message.tool_call_id,
+    )

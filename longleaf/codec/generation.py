@@ -1,5 +1,6 @@
 """Conversion of generation requests and the events of their streams."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -42,6 +43,7 @@ from longleaf.types import (
     Started,
     Timings,
 )
+from longleaf.types.tools import MAX_TOOL_BYTES, check_tools, parse_json
 from longleaf.v1 import generation_pb2 as generation_pb
 from longleaf.v1 import generation_service_pb2 as service_pb
 
@@ -95,6 +97,9 @@ def encode_generate(
         sampling=encode_sampling(options),
         use_chat_template=options.get("use_chat_template"),
         chat_template_kwargs=_encode_template_kwargs(template_kwargs) if template_kwargs else None,
+        tools=_encode_tools(options.get("tools", ())),
+        parse_answer=options.get("parse_answer", False),
+        single_tool_call=options.get("single_tool_call", False),
         return_token_bytes=options.get("with_token_bytes", False),
         until_full=options.get("until_full", False),
         sample_count=check_range("sample_count", options.get("num_samples", 1), 1, MAX_SAMPLES),
@@ -149,12 +154,17 @@ def decode_generate(
         raise InvalidArgument("until_full", "cannot be given together with sampling.max_token_count")
     if message.HasField("constraint") and message.sampling.ignore_end_token:
         raise InvalidArgument("sampling.ignore_end_token", "cannot be set together with constraint")
+    if message.single_tool_call and not message.parse_answer:
+        raise InvalidArgument("single_tool_call", "needs parse_answer")
     duration = decode_seconds(message.resume_duration)
     return Generate(
         input=_decode_input(message),
         context=context_id(message.context, "context") if message.context else None,
         use_chat_template=message.use_chat_template if message.HasField("use_chat_template") else None,
         chat_template_kwargs=_decode_template_kwargs(message),
+        tools=_decode_tools(message),
+        parse_answer=message.parse_answer,
+        single_tool_call=message.single_tool_call,
         sampling=decode_sampling(message.sampling, random_seed, defaults),
         with_token_bytes=message.return_token_bytes,
         until_full=message.until_full,
@@ -189,6 +199,39 @@ def _decode_constraint(message: service_pb.GenerateRequest) -> Constraint | None
     constraint = JSON_OBJECT if kind == "json_object" else Constraint(kind, getattr(message.constraint, kind))
     constraint.check()
     return constraint
+
+
+def _encode_tools(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Raises InvalidArgument naming the field."""
+    checked = check_tools(list(map(dict, tools)))
+    try:
+        return [_without_surrogates(json.dumps(tool, ensure_ascii=False, allow_nan=False)) for tool in checked]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument("tools", f"cannot be sent: {error}") from None
+
+
+def _decode_tools(message: service_pb.GenerateRequest) -> tuple[dict[str, Any], ...]:
+    """Raises InvalidArgument naming the field."""
+    if not message.tools:
+        return ()
+    if message.WhichOneof("input") != "conversation":
+        raise InvalidArgument("tools", "require a conversation")
+    if (size := sum(len(tool.encode()) for tool in message.tools)) > MAX_TOOL_BYTES:
+        raise InvalidArgument("tools", f"have {size:,} bytes; the limit is {MAX_TOOL_BYTES:,}")
+    try:
+        tools = [parse_json(tool) for tool in message.tools]
+        for tool, text in zip(tools, message.tools, strict=True):
+            if "\\u" in text:
+                _without_surrogates(json.dumps(tool, ensure_ascii=False))
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument("tools", f"are not valid JSON: {error}") from None
+    return check_tools(tools)
+
+
+def _without_surrogates(text: str) -> str:
+    """The text. Raises ValueError for lone surrogates, which cannot be encoded."""
+    text.encode()
+    return text
 
 
 def _encode_template_kwargs(given: Mapping[str, Any]) -> Struct:

@@ -51,7 +51,7 @@ from longleaf.types.contexts import (
     Tokenized,
     expired,
 )
-from longleaf.types.conversation import MAX_MESSAGES, Conversation, Message, Role
+from longleaf.types.conversation import MAX_MESSAGES, Conversation, Message, Role, ToolCall
 from longleaf.types.generation import (
     Delta,
     Event,
@@ -141,6 +141,7 @@ __all__ = [
     "Timings",
     "TokenRange",
     "Tokenized",
+    "ToolCall",
     "Usage",
     "Verification",
     "Verify",

@@ -7,7 +7,7 @@ import msgspec
 
 from longleaf.sampling import Logprobs, SamplingParams
 from longleaf.types.constraint import Constraint
-from longleaf.types.conversation import Conversation
+from longleaf.types.conversation import Conversation, ToolCall
 from longleaf.types.provenance import Attribution, Provenance, TokenRange
 from longleaf.types.scheduling_options import SchedulingKwargs, SchedulingOptions
 
@@ -42,6 +42,12 @@ class GenerateOptions(SamplingOptions, SchedulingKwargs, total=False):
     """Whether to apply the model's chat template to a plain prompt; None: if the model has one."""
     chat_template_kwargs: Mapping[str, Any] | None
     """Additional variables for the chat template, such as `enable_thinking`; JSON values."""
+    tools: Sequence[Mapping[str, Any]]
+    """Tools that the model may call, in OpenAI's form; only with a conversation."""
+    parse_answer: bool
+    """Split the answer into reasoning, tool calls and text."""
+    single_tool_call: bool
+    """End the answer after its first tool call. Requires `parse_answer`."""
     with_token_bytes: bool
     """With `num_logprobs`: also return the bytes of each token."""
     until_full: bool
@@ -73,6 +79,12 @@ class Generate(SchedulingOptions, frozen=True, kw_only=True):
     use_chat_template: bool | None = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """Additional variables for the chat template; JSON values."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Tools that the model may call, in OpenAI's form."""
+    parse_answer: bool = False
+    """The answer is split into reasoning, tool calls and text."""
+    single_tool_call: bool = False
+    """The answer ends after its first tool call."""
     sampling: SamplingParams
     with_token_bytes: bool = False
     """Logprobs include the bytes of their tokens."""
@@ -110,6 +122,8 @@ class Usage(msgspec.Struct, frozen=True):
     """Draft tokens that steps have verified."""
     accepted_tokens: int = 0
     """Draft tokens that became tokens of the answer."""
+    reasoning_tokens: int = 0
+    """Tokens of the reasoning, with its markers; part of the answer. Only with `parse_answer`."""
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -137,6 +151,8 @@ class Started(msgspec.Struct, frozen=True):
     """Reason why it will not be exact; empty if it will."""
     dequantization: str = ""
     """The stored layout and the computed type of quantized weights; see Finished."""
+    warnings: tuple[str, ...] = ()
+    """Restrictions of this answer, such as tool calls in an unknown format."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -172,6 +188,10 @@ class Delta(msgspec.Struct, frozen=True):
     sample: int = 0
     attribution: Attribution | None = None
     """Attribution of these tokens, if requested per token."""
+    reasoning: str = ""
+    """Reasoning; only with `parse_answer`. `text` has neither reasoning nor tool calls then."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Complete calls; only with `parse_answer`."""
 
 
 class Finished(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_SYSTEM: _ClassVar[Role]
     ROLE_USER: _ClassVar[Role]
     ROLE_ASSISTANT: _ClassVar[Role]
+    ROLE_TOOL: _ClassVar[Role]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -34,6 +35,7 @@ ROLE_UNSPECIFIED: Role
 ROLE_SYSTEM: Role
 ROLE_USER: Role
 ROLE_ASSISTANT: Role
+ROLE_TOOL: Role
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_END_TOKEN: FinishReason
 FINISH_REASON_STOP: FinishReason
@@ -94,13 +96,29 @@ class Part(_message.Message):
     text: str
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
+class ToolCall(_message.Message):
+    __slots__ = ("id", "name", "arguments")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    name: str
+    arguments: str
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
+
 class Message(_message.Message):
-    __slots__ = ("role", "parts")
+    __slots__ = ("role", "parts", "reasoning", "tool_calls", "tool_call_id")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
     role: Role
     parts: _containers.RepeatedCompositeFieldContainer[Part]
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
+    reasoning: str
+    tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
+    tool_call_id: str
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ...) -> None: ...
 
 class Conversation(_message.Message):
     __slots__ = ("messages",)
@@ -109,18 +127,20 @@ class Conversation(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_token_count", "cached_token_count", "completion_token_count", "drafted_token_count", "accepted_token_count")
+    __slots__ = ("prompt_token_count", "cached_token_count", "completion_token_count", "drafted_token_count", "accepted_token_count", "reasoning_token_count")
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REASONING_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     prompt_token_count: int
     cached_token_count: int
     completion_token_count: int
     drafted_token_count: int
     accepted_token_count: int
-    def __init__(self, prompt_token_count: _Optional[int] = ..., cached_token_count: _Optional[int] = ..., completion_token_count: _Optional[int] = ..., drafted_token_count: _Optional[int] = ..., accepted_token_count: _Optional[int] = ...) -> None: ...
+    reasoning_token_count: int
+    def __init__(self, prompt_token_count: _Optional[int] = ..., cached_token_count: _Optional[int] = ..., completion_token_count: _Optional[int] = ..., drafted_token_count: _Optional[int] = ..., accepted_token_count: _Optional[int] = ..., reasoning_token_count: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue_duration", "first_token_duration", "decode_duration", "prefill_duration")
@@ -135,7 +155,7 @@ class Timings(_message.Message):
     def __init__(self, queue_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., first_token_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("prompt_token_count", "cached_token_count", "queue_position", "request_id", "beyond_trained_length", "exact", "exactness_note", "dequantization")
+    __slots__ = ("prompt_token_count", "cached_token_count", "queue_position", "request_id", "beyond_trained_length", "exact", "exactness_note", "dequantization", "warnings")
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +164,7 @@ class Started(_message.Message):
     EXACT_FIELD_NUMBER: _ClassVar[int]
     EXACTNESS_NOTE_FIELD_NUMBER: _ClassVar[int]
     DEQUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     prompt_token_count: int
     cached_token_count: int
     queue_position: int
@@ -152,7 +173,8 @@ class Started(_message.Message):
     exact: bool
     exactness_note: str
     dequantization: str
-    def __init__(self, prompt_token_count: _Optional[int] = ..., cached_token_count: _Optional[int] = ..., queue_position: _Optional[int] = ..., request_id: _Optional[str] = ..., beyond_trained_length: _Optional[bool] = ..., exact: _Optional[bool] = ..., exactness_note: _Optional[str] = ..., dequantization: _Optional[str] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, prompt_token_count: _Optional[int] = ..., cached_token_count: _Optional[int] = ..., queue_position: _Optional[int] = ..., request_id: _Optional[str] = ..., beyond_trained_length: _Optional[bool] = ..., exact: _Optional[bool] = ..., exactness_note: _Optional[str] = ..., dequantization: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("processed_token_count", "total_token_count")
@@ -271,20 +293,24 @@ class Attribution(_message.Message):
     def __init__(self, sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., context_share: _Optional[float] = ..., prompt_share: _Optional[float] = ..., answer_share: _Optional[float] = ..., sink_share: _Optional[float] = ..., token_count: _Optional[int] = ..., opening_share: _Optional[float] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("token_index", "token_ids", "text", "logprobs", "sample_index", "attribution")
+    __slots__ = ("token_index", "token_ids", "text", "logprobs", "sample_index", "attribution", "reasoning", "tool_calls")
     TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     ATTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     token_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
     logprobs: _containers.RepeatedCompositeFieldContainer[Logprobs]
     sample_index: int
     attribution: Attribution
-    def __init__(self, token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., sample_index: _Optional[int] = ..., attribution: _Optional[_Union[Attribution, _Mapping]] = ...) -> None: ...
+    reasoning: str
+    tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
+    def __init__(self, token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., sample_index: _Optional[int] = ..., attribution: _Optional[_Union[Attribution, _Mapping]] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("finish_reason", "matched_stop", "usage", "timings", "sample_index", "exact", "exactness_note", "dequantization", "attribution")

@@ -14,8 +14,19 @@ from transformers import PreTrainedTokenizerFast
 
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
-from tests.support.chat_templates import CONTROL, LLAMA, MISTRAL, PASTLESS, THINKING, chat_tokenizer
-from tests.support.conversations import conversation_ids
+from longleaf.types import Message, ToolCall
+from tests.support.chat_templates import (
+    CONTROL,
+    HARMONY,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    PASTLESS,
+    TEXT_ARGUMENTS,
+    THINKING,
+    chat_tokenizer,
+)
+from tests.support.conversations import conversation_ids, piece_ids
 from tests.support.sentencepiece import sentencepiece_tokenizer
 from tests.support.service import END, write_model
 
@@ -146,3 +157,61 @@ def test_a_text_and_its_template_make_no_control_token_together(before: str, aft
         found = conversation_ids(ours, [("user", text)])
         assert not control & set(found), fast.decode(found, skip_special_tokens=False)
         assert f"{before}{text}{after}" in fast.decode(found, skip_special_tokens=False)
+
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Weather in \u201cK\u00f6ln\u201d <b>.",
+            "parameters": {"type": "object", "required": [], "properties": {"city": {"type": "string"}}},
+        },
+    }
+    for name in ("get_weather", "add")
+]
+ARGUMENTS = {"zip": 50667, "city": "K\u00f6ln", "more": [1.5, None, True, {"a": "b"}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "has_objects", "content"),
+    [(HERMES, True, ""), (TEXT_ARGUMENTS, False, None), (HARMONY, True, "")],
+    ids=["hermes", "text arguments", "harmony"],
+)
+def test_ids_of_tools_calls_and_results_are_those_of_transformers(
+    template: str, has_objects: bool, content: str | None, tmp_path: Path
+) -> None:
+    """The form of calls is found at the start, because templates expect different ones."""
+    ours, theirs = both(tmp_path / "model", fast_tokenizer("bytes"), template)
+    assert ours.chat_template is not None and ours.chat_template.supports_tools
+    text = json.dumps(ARGUMENTS, ensure_ascii=False)
+    function = {"name": "get_weather", "arguments": ARGUMENTS if has_objects else text}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Is it cold?"},
+        {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": [{"type": "function", "id": "c", "function": function}],
+        },
+        {"role": "tool", "content": '{"celsius": 3}', "tool_call_id": "c", "name": "get_weather"},
+    ]
+    kinds = {"add_generation_prompt": True, "return_dict": False, "sanitize_control_tokens": True}
+    wanted = theirs.apply_chat_template(messages, tools=TOOLS, **kinds)
+    conversation = [
+        Message("user", "Is it cold?"),
+        Message("assistant", "", tool_calls=(ToolCall("c", "get_weather", text),)),
+        Message("tool", '{"celsius": 3}', tool_call_id="c"),
+    ]
+    found = piece_ids(ours, ours.chat_template.conversation(conversation, {}, TOOLS))
+    assert theirs.convert_ids_to_tokens(found) == theirs.convert_ids_to_tokens(wanted)
+
+
+def test_separate_template_for_tools_is_used(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", fast_tokenizer("bytes"), LINES)
+    entries = [{"name": "default", "template": LINES}, {"name": "tool_use", "template": HERMES}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": entries}))
+    template = Tokenizer.load(folder, DirectRenderer()).chat_template
+    assert template is not None and template.supports_tools
+    question = [Message("user", "Is it cold?")]
+    assert "get_weather" in "".join(piece.text for piece in template.conversation(question, {}, TOOLS))
+    assert "<|user|>" in "".join(piece.text for piece in template.conversation(question, {}))

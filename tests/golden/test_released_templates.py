@@ -16,9 +16,14 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, LlamaConfig, LlamaTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.mistral.tokenizer import MistralConverter
 
-from coordinator.text.chat_template import ConversationRefused
+from coordinator.text.answer_formats import recognized_format, tool_parameters
+from coordinator.text.answer_parser import answer_parser
+from coordinator.text.chat_template import ChatTemplate, ConversationRefused
+from coordinator.text.control_tokens import ControlTokens
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.tool_calls import Call
+from longleaf.types import Message, ToolCall
 from tests.support.conversations import conversation_ids
 from tests.support.wheels import wheel
 
@@ -208,3 +213,52 @@ def test_ids_of_each_template_with_each_vocabulary(
     vocabulary: str, vocabularies: Vocabularies, templates: dict[str, str]
 ) -> None:
     check_all(vocabularies, vocabulary, templates)
+
+
+CALLED = {"city": 'K\u00f6ln "x" </b>', "days": 3, "more": [1, {"a": None}]}
+FUNCTION = {
+    "name": "get_weather",
+    "description": "The weather.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "A city."},
+            "days": {"type": "integer", "description": "Days."},
+            "more": {"type": "array", "description": "More."},
+        },
+        "required": ["city"],
+    },
+}
+
+
+def test_calls_that_released_templates_render_are_parsed(templates: dict[str, str]) -> None:
+    """A format that is recognized by the template is the format in which the template shows earlier calls."""
+    tools: Any = [{"type": "function", "function": FUNCTION}]
+    call = ToolCall("abcdefghi", "get_weather", json.dumps(CALLED, ensure_ascii=False))
+    messages = [
+        Message("user", "Is it cold?"),
+        Message("assistant", "", tool_calls=(call,)),
+        Message("tool", "It is cold.", tool_call_id=call.id),
+    ]
+    found = dict[str, str]()
+    for title, source in templates.items():
+        form = recognized_format(source, ())
+        if "tools" not in source or not form.call_format:
+            continue
+        special = {"bos_token": "<s>", "eos_token": "</s>"}
+        template = ChatTemplate(source, special, DirectRenderer(), ControlTokens([]), "")
+        assert template.supports_tools, title
+        rendered = "".join(piece.text for piece in template.conversation(messages, {}, tools))
+        answer = rendered.partition("Is it cold?")[2].partition("It is cold.")[0]
+        if "get_weather" not in answer:  # the template leaves out calls
+            continue
+        if form.channels is not None:
+            answer = answer.partition("<|start|>assistant")[2]
+        elif form.calls is not None and form.calls.is_bare:
+            answer = answer[answer.index("{") :]
+        parser = answer_parser(form, tool_parameters(tools), is_reasoning=False)
+        assert parser is not None
+        calls = [piece for piece in [*parser.push(answer), *parser.finish()] if isinstance(piece, Call)]
+        assert [(each.name, json.loads(each.arguments)) for each in calls] == [("get_weather", CALLED)], title
+        found[title] = form.call_format
+    assert {"glm", "harmony", "hermes", "llama3_json", "mistral", "qwen3_coder"} <= set(found.values())

@@ -65,6 +65,39 @@ THINKING = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
 """Rewrites the past: drops the model's earlier messages."""
+HERMES = (
+    "{%- if reasoning_effort is defined %}{{- '<|im_start|>system\nEffort: ' + reasoning_effort + '<|im_end|>\n' }}"
+    "{%- endif %}{%- if tools %}{{- '<|im_start|>system\nYou may call functions:\n' }}{%- for tool in tools %}"
+    "{{- tool | tojson + '\n' }}{%- endfor %}"
+    '{{- \'Call them as <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>.<|im_end|>\n\' }}{%- endif %}'
+    "{%- for message in messages %}{%- if message.role == 'tool' %}"
+    "{{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}{%- else %}"
+    "{{- '<|im_start|>' + message.role + '\n' }}"
+    "{%- if message.reasoning_content and loop.index0 + 2 >= messages | length %}"
+    "{{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}{%- endif %}{{- message.content }}"
+    '{%- for call in message.tool_calls or [] %}{{- \'\n<tool_call>\n{"name": "\' + call.function.name + '
+    "'\", \"arguments\": ' + (call.function.arguments | tojson) + '}\n</tool_call>' }}{%- endfor %}"
+    "{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking %}{{- '<think>\n' }}{%- endif %}{%- endif %}"
+)
+"""Qwen 3: tools, calls and results, and reasoning that is shown in the last turn only."""
+TEXT_ARGUMENTS = (
+    "{%- for tool in tools or [] %}{{- tool.function.name + '\n' }}{%- endfor %}{%- for message in messages %}"
+    "{%- if message.role == 'assistant' and not message.content is string %}{%- for call in message.tool_calls %}"
+    "{{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' + call.function.arguments "
+    "+ '<｜tool▁call▁end｜>' }}{%- endfor %}{%- else %}{{- message.role + ': ' + message.content + '\n' }}{%- endif %}"
+    "{%- endfor %}"
+)
+"""DeepSeek V3: arguments are text, and a message with content shows no calls."""
+HARMONY = (
+    "{%- for tool in tools or [] %}{{- 'functions.' + tool.function.name + '\n' }}{%- endfor %}"
+    "{%- for message in messages %}{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}"
+    "{%- for call in message.tool_calls or [] %}{{- '<|start|>assistant to=functions.' + call.function.name + "
+    "'<|channel|>commentary json<|message|>' + (call.function.arguments | tojson) + '<|call|>' }}{%- endfor %}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"
+)
+"""GPT-OSS: messages with channels."""
 CONTROL = (
     "<|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> "
     "<start_of_turn> <end_of_turn> [INST] [/INST]"

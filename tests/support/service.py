@@ -371,12 +371,13 @@ async def serving(
     transfers: FakeTransferEngine | None = None,
     sampling_defaults: SamplingParams = GREEDY,
     template: str = TEMPLATE,
+    vocabulary: FastTokenizer | None = None,
     **options: Any,
 ) -> AsyncGenerator[tuple[GrpcServer, str], None]:
     """The service on its own port; gives the server and its address. `options` are the server's; its observers also
     observe generations.
     """
-    tokenizer = Tokenizer.load(write_model(folder, template=template), DirectRenderer())
+    tokenizer = Tokenizer.load(write_model(folder, vocabulary, template), DirectRenderer())
     observers = options.get("observers", NO_OBSERVERS)
     application = Application(
         cast(Any, engine),

@@ -35,18 +35,19 @@ WRONG = (
     ({"messages": []}, "messages"),
     ({"messages": [1]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [PART | {"image_url": "x"}]}]}, "messages[0].content[0].image_url"),
     ({"messages": [{"role": "user", "content": [PART, PART | {"x": 0}]}]}, "messages[0].content[1].x"),
-    ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls[0]"),
     ({"n": 0}, "n"),
     ({"n": 17}, "n"),
     ({"n": "1"}, "n"),
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": [""]}, "stop"),
-    ({"tools": [{}]}, "tools"),
-    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tools": [{}]}, "tools[0].type"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": "json_object"}, "response_format"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
@@ -127,7 +128,43 @@ async def test_invalid_prompt_is_named(url: str) -> None:
 async def test_fields_without_effect_are_accepted(url: str) -> None:
     empty = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": True, "n": None}
     async with httpx2.AsyncClient(base_url=url) as client:
-        assert (await client.post(CHAT, json=GOOD | empty)).status_code == 200
+        answer = await client.post(CHAT, json=GOOD | empty)
+    assert (answer.status_code, answer.headers["longleaf-warning"]) == (200, "ignored: store")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_ignored_fields_are_named_in_a_header(url: str, is_streamed: bool) -> None:
+    unasked = {"keep_alive": "5m", "metadata": {"a": "b"}, "service_tier": "auto", "parallel_tool_calls": True}
+    async with httpx2.AsyncClient(base_url=url) as client:
+        answer = await client.post(CHAT, json=GOOD | unasked | {"stream": is_streamed, "prompt_cache_key": None})
+        text = await client.post("/v1/completions", json={"model": "fake", "prompt": "x", "stream": is_streamed})
+    assert answer.status_code == 200
+    assert answer.headers["longleaf-warning"] == "ignored: keep_alive, metadata, parallel_tool_calls, service_tier"
+    assert text.status_code == 200 and "longleaf-warning" not in text.headers
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"length_penalty": 1.5}, "length_penalty"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"num_ctx": 4096}, "num_ctx"),
+    ],
+)
+async def test_fields_that_change_answers_are_refused(url: str, given: dict[str, Any], param: str) -> None:
+    same = {"length_penalty": 1.0, "skip_special_tokens": True, "guided_json": None, "min_tokens": 0}
+    async with httpx2.AsyncClient(base_url=url) as client:
+        assert (await client.post(CHAT, json=GOOD | same)).status_code == 200
+        answer = await client.post(CHAT, json=GOOD | given)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_embeddings_are_refused_with_a_sentence(url: str) -> None:
+    async with httpx2.AsyncClient(base_url=url) as client:
+        answer = await client.post("/v1/embeddings", json={"model": "fake", "input": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_endpoint")
+    assert answer.json()["error"]["message"].startswith("embeddings are not supported")
 
 
 async def test_large_bodies_are_refused(url: str) -> None:

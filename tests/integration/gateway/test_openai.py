@@ -30,7 +30,8 @@ async def test_models_list_the_model_and_its_contexts(service: Served, url: str)
     service.engine.contexts["book"] = [1, 2]
     async with asking(url) as client:
         assert [model.id async for model in await client.models.list()] == ["fake", "fake:book"]
-        assert (await client.models.retrieve("fake:book")).id == "fake:book"
+        book = await client.models.retrieve("fake:book")
+        assert (book.id, book.model_extra and book.model_extra["max_model_len"]) == ("fake:book", 4096)
         with pytest.raises(openai.NotFoundError) as raised:
             await client.models.retrieve("fake:none")
     assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
@@ -375,7 +376,11 @@ async def test_several_answers_stream_interleaved(service: Served, url: str, num
                 "completion_tokens": num_output,
                 "total_tokens": 9 + num_output,
                 "prompt_tokens_details": {"cached_tokens": 4},
-                "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+                "completion_tokens_details": {
+                    "accepted_prediction_tokens": 0,
+                    "rejected_prediction_tokens": 0,
+                    "reasoning_tokens": 0,
+                },
             }
 
 
