@@ -19,8 +19,8 @@ from bench.harness.arguments import RESULTS
 from bench.pages.rendering import render
 
 BENCHES = (
-    "decode ingest shared overhead fair scaling serve prefill windows sampling seeds key_types hostile bare recover "
-    "durable metrics production gateway draft threads weights quantized"
+    "decode ingest shared overhead fair scaling serve prefill windows sampling constraints seeds key_types hostile "
+    "bare recover durable metrics production gateway draft threads weights quantized"
 ).split()
 TARGETS = {
     ("decode", 8000, 1, 1): 1.5,

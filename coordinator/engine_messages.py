@@ -16,7 +16,8 @@ from longleaf.types import UNCHANGED, ContextSettings, Progress, Recovering, Sch
 if TYPE_CHECKING:
     from coordinator.scheduling.jobs import IngestJob
 
-EndReason = Literal["end_token", "length", "stop_token"]
+EndReason = Literal["end_token", "stop", "length", "stop_token"]
+"""`stop`: the grammar of the answer allows no further text."""
 
 
 class SchedulingParams(SchedulingOptions, frozen=True, kw_only=True):
@@ -125,6 +126,9 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Number of answers. Answer i is sampled with the seed of `sampling` plus i."""
     max_draft_tokens: int = 0
     """Maximum number of draft tokens per answer and step."""
+    grammar: str = ""
+    """The grammar that constrains the answers; empty: none. It requires end tokens, which must not be ignored. Answers
+    with a grammar have no drafts."""
     scheduling: SchedulingParams = DEFAULT_SCHEDULING
     is_compared: bool = False
     """Whether to compare the logits with those of plain attention. The prompt neither uses nor creates shared keys."""

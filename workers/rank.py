@@ -55,6 +55,7 @@ from workers.model.sharded_model import load_share
 from workers.model.stored_layers import weight_bytes
 from workers.model.weight_shares import Share
 from workers.rank_runtime import StepHandle
+from workers.sampling.constraints import Constraints, VocabularyLoader
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.sampler import CpuSampler
 from workers.step.last_tokens import DeviceIds, HostIds, LastTokens
@@ -87,7 +88,9 @@ class Rank:
         self.device = choose_device(self.config.device, spec.gpu, num_gpus, num_ranks)
         self._ranks_per_gpu = 1 if self.device == "cpu" else ceil_div(num_ranks, max(1, num_gpus))
         num_sequences = self.config.max_sequences
-        self.sampler: CpuSampler | DeviceSampler = make_sampler(self.device, num_sequences)
+        self._vocabulary = VocabularyLoader(Path(self.config.model))
+        constraints = Constraints(self._vocabulary.get)
+        self.sampler: CpuSampler | DeviceSampler = make_sampler(self.device, num_sequences, constraints)
         self.last_ids: LastTokens = HostIds() if self.device == "cpu" else DeviceIds(num_sequences, self.device)
         self.graphs: Graphs | None = None
         self.kv_io = KvIo(spec.member, self.config.snapshot_url, open_snapshots, self.device)
@@ -215,6 +218,8 @@ class Rank:
         """Joins the process groups of an epoch, if it has several ranks. The block table starts empty. Raises
         ExchangeAborted, and the errors of torch when the other ranks cannot be reached.
         """
+        if join.rank == 0:
+            self._vocabulary.start()
         groups = self._join_groups(join) if join.world_size > 1 else None
         return msgspec.structs.replace(self.connect(groups, join.merges), epoch=join.epoch)
 

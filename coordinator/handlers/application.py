@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.auth.caller import CALLER, OWNER
 from coordinator.auth.quotas import QuotaEnforcer
+from coordinator.grammars.compiler import GrammarCompiler
 from coordinator.handlers.context_text import ContextTexts
 from coordinator.handlers.durable_uploads import DurableUploads
 from coordinator.handlers.generation import Generation
@@ -60,6 +61,8 @@ class Application:
         self.threads = TokenizerPool(tenant=lambda: CALLER.get(OWNER).tenant)
         """Threads for all long computations, with fair turns between tenants."""
         self.texts = ContextTexts(engine, tokenizer, self.threads)
+        self.grammars = GrammarCompiler(tokenizer.checkpoint.folder)
+        """Compiles the constraints of requests."""
         self.generation = Generation(
             engine,
             tokenizer,
@@ -69,6 +72,7 @@ class Application:
             quotas=quotas,
             tenant_share=tenant_share,
             text_maps=self.texts.map_of,
+            grammars=self.grammars,
         )
         self.ingest = Ingest(engine, tokenizer, self.threads, self._uploads, quotas=quotas)
         self._durable_uploads = durable_uploads
@@ -129,6 +133,7 @@ class Application:
         if self._imports is not None:
             await self._imports.close()
         await self.threads.close()
+        await self.grammars.close()
         if self._durable_uploads is not None:
             await self._durable_uploads.close()
 

@@ -12,6 +12,7 @@ import msgspec
 from coordinator import engine_messages
 from coordinator.auth.caller import CALLER, OWNER
 from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
+from coordinator.grammars.compiler import GrammarCompiler
 from coordinator.handlers.attribution_baseline import NEUTRAL_QUESTION, Baselines
 from coordinator.handlers.attribution_tracing import AttributionTracer, TextMaps, no_text, submit_patiently
 from coordinator.handlers.journal_replay import replay_journal
@@ -60,9 +61,11 @@ class Generation:
         quotas: QuotaEnforcer = UNLIMITED,
         tenant_share: float = 1.0,
         text_maps: TextMaps = no_text,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._engine = engine
         self._text_maps = text_maps
+        self._grammars = grammars or GrammarCompiler(tokenizer.checkpoint.folder)
         self._tokenizer = tokenizer
         self._threads = threads
         self._clock = clock
@@ -123,11 +126,12 @@ class Generation:
         with nullcontext() if request.resume_seconds else self._run_unregistered(request_id):
             tracing = self._make_tracer(request)
             self._quotas.check_generation()  # before the work that a long prompt causes
+            grammar = await self._grammar(request)
             token_ids = await self._prompts.ids_of(request)
             if request.until_full:
                 request = self._with_longest_answer(request, len(token_ids))
             answer = self._make_assembler(request_id, request, tracing, token_ids)
-            prompt = self._prompt(request, token_ids, deadline)
+            prompt = self._prompt(request, token_ids, deadline, grammar)
             if tracing is not None:
                 prompt = tracing.begin(self._engine, prompt, self._text_maps, self._quotas.charge_input)
             with self._observers.observe_generation(request_id, request.tenant) as emit:
@@ -154,7 +158,8 @@ class Generation:
             return
         assert self._journal is not None
         deadline = None if entry.deadline is None else self._clock() + entry.deadline - self._wall_clock()
-        prompt = self._prompt(entry.request, entry.token_ids, deadline)
+        grammar = await self._grammar(entry.request)
+        prompt = self._prompt(entry.request, entry.token_ids, deadline, grammar)
         if any(generated.values()) or len(generated) < prompt.num_samples:
             prompt = msgspec.structs.replace(prompt, generated=generated)
         if tracing is not None:
@@ -227,8 +232,18 @@ class Generation:
         if request_id in self._running:
             raise AlreadyExists(f"generations/{request_id}")
 
+    async def _grammar(self, request: Generate) -> str:
+        """The grammar of a request with a constraint; empty without one. Raises InvalidArgument and Unavailable."""
+        if (constraint := request.constraint) is None:
+            return ""
+        if not self._tokenizer.end_tokens:
+            raise InvalidArgument("constraint", "is not supported: the model has no end token")
+        if request.sampling.ignore_end_token:
+            raise InvalidArgument("constraint", "cannot be set together with sampling.ignore_end_token")
+        return await self._grammars.compile(request.tenant, constraint)
+
     def _prompt(
-        self, request: Generate, token_ids: Sequence[int], deadline: float | None = None
+        self, request: Generate, token_ids: Sequence[int], deadline: float | None = None, grammar: str = ""
     ) -> engine_messages.Prompt:
         is_resident, most = request.resume_seconds > 0, self._engine.max_draft_tokens
         tenant, client, caller = request.tenant, request.client, CALLER.get(OWNER)
@@ -250,6 +265,7 @@ class Generation:
             scheduling=scheduling,
             hidden=request.hidden,
             max_draft_tokens=most if request.max_draft_tokens is None else min(most, request.max_draft_tokens),
+            grammar=grammar,
         )
 
     def _make_tracer(self, request: Generate) -> AttributionTracer | None:

@@ -348,6 +348,9 @@ class Scheduler:
         if job.id in result.not_finite or not result.has_finite_keys:
             self._outcomes.append((job.request.id, job.failure(work)))
             self._lifecycle.finish(job)
+        elif isinstance(job, SequenceJob) and job.id in result.unmatched:
+            self._outcomes.append((job.request.id, job.unmatched(result.unmatched[job.id])))
+            self._lifecycle.finish(job)
         elif isinstance(work, Prefill):
             job.record_prefilled(len(work.token_ids), result.seconds)
             self._commit_chunk(job, now)
@@ -391,6 +394,8 @@ class Scheduler:
                 num_appended += 1
                 if (reason := job.append_token(token.id)) is not None:
                     break  # tokens sampled after the end of the answer are dropped
+            if reason in (None, "length") and job.id in result.completed:
+                reason = "stop"
             counts = (self._drafter.record_tokens(job, sampled), min(num_appended, len(sampled) - 1))
             self.drafts.add(*counts, num_appended)
             event = Tokens(index, sampled[:num_appended], job.sample, attention[:num_appended], *counts)

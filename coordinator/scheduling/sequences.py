@@ -12,11 +12,12 @@ from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.scheduling.jobs import Job, Phase, Request
 from coordinator.scheduling.prefill_cursor import PrefillCursor, lengthened
 from coordinator.speculation.sequence_drafter import SequenceDrafter
-from longleaf.errors import LongleafError
+from longleaf.errors import InvalidArgument, LongleafError
 from longleaf.positions import OWN_ROPE
 from longleaf.rank_protocol.row_delta import row_delta
 from longleaf.rank_protocol.step import (
     MAX_ATTRIBUTED_SPANS,
+    GrammarTerms,
     PenaltyHistory,
     Prefill,
     Row,
@@ -92,7 +93,7 @@ class SequenceJob(Job):
     @property
     def can_end_early(self) -> bool:
         """The answer may end before its maximum length."""
-        return bool(self.end_tokens or self.sampling.stop or self.sampling.stop_tokens)
+        return bool(self.end_tokens or self.sampling.stop or self.sampling.stop_tokens or self.prompt.grammar)
 
     @property
     def has_rows(self) -> bool:
@@ -140,6 +141,10 @@ class SequenceJob(Job):
             found=found,
         )
 
+    def unmatched(self, reason: str) -> Failed | LongleafError:
+        """The outcome for the client when the grammar of the answer allows no further token."""
+        return self.failed(InvalidArgument("constraint", f"{self._place()}: {reason}"))
+
     def failed(self, error: LongleafError) -> Failed | LongleafError:
         return Failed(error, self.sample) if self.num_tails == 1 else error  # the other samples continue
 
@@ -147,6 +152,10 @@ class SequenceJob(Job):
         if isinstance(work, Prefill):
             is_read_again = work.start + len(work.token_ids) > self.num_prompt
             return super()._tokens_of(work) + (" and the answer" if is_read_again else "")
+        return self._place()
+
+    def _place(self) -> str:
+        """The next token of the answer, in messages."""
         answer = f"answer {self.sample}" if self.prompt.num_samples > 1 else "the answer"
         return f"token {self.num_generated} of {answer}"
 
@@ -220,7 +229,14 @@ class SequenceJob(Job):
     def _terms(self) -> SamplingTerms:
         """The parameters that rank 0 needs before the first row. Other ranks do not need them."""
         reference = tuple(self.prefill.token_ids) if self.prompt.is_compared else ()
-        return SamplingTerms(self.sampling.choosing, self._penalty_history(), reference)
+        return SamplingTerms(self.sampling.choosing, self._penalty_history(), reference, self._grammar_terms())
+
+    def _grammar_terms(self) -> GrammarTerms | None:
+        """The grammar of the answer, with the tokens from which rank 0 rebuilds its state."""
+        if not self.prompt.grammar:
+            return None
+        tenant = self.request.scheduling.tenant
+        return GrammarTerms(self.prompt.grammar, tuple(sorted(self.end_tokens)), tenant, tuple(self.generated))
 
     def _spans(self) -> Spans | None:
         """The spans for which its rows report attention."""
@@ -244,7 +260,7 @@ class SequenceJob(Job):
     def max_drafts(self) -> int:
         """Maximum number of drafts of any of its rows. Attention is reported for each position of a row, and must fit
         into the result of a step."""
-        if self.prompt.is_probe:
+        if self.prompt.is_probe or self.prompt.grammar:  # drafts are not matched against a grammar
             return 0
         most, cuts = self.prompt.max_draft_tokens, self.prompt.cuts
         return most if cuts is None else min(most, MAX_ATTRIBUTED_SPANS // max(1, cuts.num_spans) - 1)

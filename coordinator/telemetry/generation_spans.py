@@ -7,7 +7,7 @@ from longleaf.tenants import name_of
 from longleaf.types import Progress, Recovering
 
 OPERATION = "text_completion"
-REASONS: dict[EndReason, str] = {"end_token": "stop", "stop_token": "stop", "length": "length"}
+REASONS: dict[EndReason, str] = {"end_token": "stop", "stop": "stop", "stop_token": "stop", "length": "length"}
 CANCELLED = "cancelled"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from coordinator.text.stop_strings import StopStrings
-from coordinator.text.token_bytes import Spell
+from longleaf.token_bytes import Spell
 
 REPLACEMENT = "\ufffd"
 MAX_OPEN_TOKENS = 16

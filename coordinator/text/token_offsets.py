@@ -7,8 +7,8 @@ from typing import cast
 
 from tokenizers import Encoding
 
-from coordinator.text.token_bytes import Spell
 from longleaf.document_text import STRIDE, count_starts
+from longleaf.token_bytes import Spell
 
 
 class TokenOffsets:

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
@@ -16,9 +16,9 @@ from coordinator.text.control_tokens import ControlTokens, Marks, TemplatePiece
 from coordinator.text.detokenizer import Alphabet
 from coordinator.text.encoder import Encoder
 from coordinator.text.renderer import TemplateRenderer
-from coordinator.text.token_bytes import byte_decoder_of
 from coordinator.text.token_offsets import TokenOffsets
 from longleaf.errors import ModelRefused
+from longleaf.token_bytes import decoder_steps, read_token_texts
 
 DEFAULT_SEPARATOR = "\n\n"
 MAX_TAIL = 4096
@@ -62,7 +62,7 @@ class Tokenizer:
             self.chat_template = ChatTemplate(
                 template, checkpoint.special_tokens, renderer, self.control_tokens, self.separator
             )
-        self.alphabet = self._alphabet(description)
+        self.alphabet = self._alphabet()
         """The decoder from ids to text."""
         self.max_bytes_per_token = _max_bytes_per_token(control, description)
         """Most UTF-8 bytes of text that one token can stand for; None when there is no such limit."""
@@ -170,20 +170,9 @@ class Tokenizer:
         # The library lets other threads run in a batch only.
         return self._control.decode_batch([list(token_ids)], skip_special_tokens=not keep_special)[0]
 
-    def _alphabet(self, description: dict[str, Any]) -> Alphabet:
-        added = self._control.get_added_tokens_decoder()
-        special = {token_id for token_id, token in added.items() if token.special}
-        unused = set(range(self.vocabulary_size)) - set(self._control.get_vocab().values())
-        decoder, silent = _steps(description.get("decoder")), frozenset(special | unused)
-        names = {byte: f"<0x{byte:02X}>" for byte in range(256) if "ByteFallback" in _kinds(description.get("decoder"))}
-        found = {byte: self._control.token_to_id(name) for byte, name in names.items()}
-        fallback = {token_id: byte for byte, token_id in found.items() if token_id is not None}
-        return Alphabet(
-            decode=self.decode,
-            silent=silent,
-            bytes=frozenset(fallback),
-            spell=byte_decoder_of(decoder, self._control.id_to_token, self.decode, fallback, silent),
-        )
+    def _alphabet(self) -> Alphabet:
+        texts = read_token_texts(self._control, self.vocabulary_size, self.decode)
+        return Alphabet(decode=self.decode, silent=texts.silent, bytes=frozenset(texts.fallback), spell=texts.spell)
 
 
 def _control_tokens(tokenizer: FastTokenizer, written: str) -> set[str]:
@@ -219,7 +208,9 @@ def _max_bytes_per_token(tokenizer: FastTokenizer, description: dict[str, Any]) 
 
 
 def _replaces_more_than_spaces(normalizer: object) -> bool:
-    return any(step["type"] == "Replace" and step.get("pattern") != {"String": " "} for step in _steps(normalizer))
+    return any(
+        step["type"] == "Replace" and step.get("pattern") != {"String": " "} for step in decoder_steps(normalizer)
+    )
 
 
 def _opening(tokenizer: FastTokenizer) -> tuple[int, ...]:
@@ -232,16 +223,5 @@ def _opening(tokenizer: FastTokenizer) -> tuple[int, ...]:
     return ()
 
 
-def _steps(step: object) -> list[dict[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer or decoder, as tokenizer.json describes them."""
-    if not isinstance(step, dict):
-        return []
-    fields = cast(dict[str, Any], step)
-    if fields["type"] != "Sequence":
-        return [fields]
-    inner = next(cast(list[object], value) for value in fields.values() if isinstance(value, list))
-    return [found for one in inner for found in _steps(one)]
-
-
 def _kinds(step: object) -> set[str]:
-    return {found["type"] for found in _steps(step)}
+    return {found["type"] for found in decoder_steps(step)}

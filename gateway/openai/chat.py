@@ -21,12 +21,13 @@ from gateway.openai.answers import (
 from gateway.openai.lengths import with_length
 from gateway.openai.models import target_of
 from gateway.openai.requests import ChatCompletionRequest, decode_chat
+from gateway.openai.response_format import NAMES as FORMAT_NAMES
 from gateway.openai.sources import NAMES as SOURCE_NAMES
 from gateway.openai.sources import annotation_fields, source_reader
 from longleaf.sampling import Logprobs
 from longleaf.types import Delta, Finished
 
-NAMES = {"return_token_bytes": "logprobs", "text": "messages", **SOURCE_NAMES}
+NAMES = {"return_token_bytes": "logprobs", "text": "messages", **SOURCE_NAMES, **FORMAT_NAMES}
 
 
 async def chat(request: Request) -> Response:

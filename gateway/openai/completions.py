@@ -23,6 +23,7 @@ from gateway.openai.answers import (
 from gateway.openai.lengths import with_length
 from gateway.openai.models import target_of
 from gateway.openai.requests import TextCompletionRequest, decode_text
+from gateway.openai.response_format import NAMES as FORMAT_NAMES
 from gateway.openai.sources import NAMES as SOURCE_NAMES
 from gateway.openai.sources import source_reader
 from longleaf.sampling import TokenLogprob
@@ -35,6 +36,7 @@ NAMES = {
     "token_ids": "prompt",
     "input": "prompt",
     **SOURCE_NAMES,
+    **FORMAT_NAMES,
 }
 
 

@@ -9,13 +9,13 @@ from msgspec import Meta
 
 from gateway.bodies import converted
 from gateway.errors import HttpProblem
+from gateway.openai.response_format import constraint_of
 from gateway.openai.sources import SourcesRequest, sources_fields
 from longleaf.types import Conversation, GenerateOptions, Message
 
 HARMLESS = frozenset("store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key".split())
 """Accepted fields without effect."""
 MEANINGLESS: Mapping[str, tuple[object, ...]] = {
-    "response_format": ({"type": "text"},),
     "tool_choice": ("none",),
     "tools": ([],),
     "functions": ([],),
@@ -67,9 +67,10 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     priority: int = 0
     request_id: str = ""
     sources: SourcesRequest | None = None
+    response_format: dict[str, Any] | None = None
 
     def options(self, peer: str) -> GenerateOptions:
-        """The client's options, except answer length and logprobs."""
+        """The client's options, except answer length and logprobs. Raises HttpProblem that names the field."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         given: dict[str, Any] = {
             "temperature": self.temperature,
@@ -87,6 +88,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             "request_id": self.request_id,
             "client": self.user or peer,
             "provenance": self.sources.provenance() if self.sources is not None else None,
+            "constraint": constraint_of(self.response_format),
         }
         return cast(GenerateOptions, given)
 

@@ -13,11 +13,14 @@ from msgspec import NODEFAULT
 from longleaf.cli.options import ServerOptions, option
 from longleaf.errors import InvalidArgument
 from longleaf.options import Setting, config_from_flags, flags_of
-from longleaf.types import GenerateOptions
+from longleaf.read_limited import read_small
+from longleaf.types import JSON_OBJECT, MAX_CONSTRAINT_BYTES, Constraint, GenerateOptions, json_schema, lark, regex
 
 CHOICE = "Sampling"
 ANSWER = "Answer"
 SERVICE = "Scheduling and retries"
+CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar")
+"""Options that describe a constraint; at most one can be given."""
 ClientId = Annotated[
     str,
     option(
@@ -96,6 +99,19 @@ class Flags(SamplingFlags):
     ignore_end_token: Annotated[bool, option(ANSWER, "Continue after the model's end token.", "--ignore-end-token")] = (
         False
     )
+    json_schema: Annotated[
+        Path | None,
+        option(ANSWER, "Answer with JSON that the JSON Schema in FILE accepts.", default=False, metavar="FILE"),
+    ] = None
+    json_object: Annotated[bool, option(ANSWER, "Answer with a JSON object.", "--json-object")] = False
+    regex: Annotated[
+        str | None,
+        option(ANSWER, "Answer with text that the regular expression matches.", default=False, metavar="REGEX"),
+    ] = None
+    grammar: Annotated[
+        Path | None,
+        option(ANSWER, "Answer with text of the Lark grammar in FILE.", default=False, metavar="FILE"),
+    ] = None
     samples: Annotated[int, option(ANSWER, "Number of answers; the prompt is processed only once.")] = 1
     logprobs: Annotated[
         int | None,
@@ -141,9 +157,32 @@ class Flags(SamplingFlags):
             raise InvalidArgument("--timeout", "must be above 0 seconds")
         named = {"stop_token": "stop_tokens", "samples": "num_samples", "logprobs": "num_logprobs"}
         named |= {"token_bytes": "with_token_bytes"}
-        given = {named.get(name, name): value for name, value in asdict(self).items()}
+        given = {named.get(name, name): value for name, value in asdict(self).items() if name not in CONSTRAINTS}
+        given["constraint"] = self._constraint()
         given["logit_bias"] = _biases(self.logit_bias or [])
         return cast(GenerateOptions, given)
+
+    def _constraint(self) -> Constraint | None:
+        """The constraint that the options describe. Raises InvalidArgument."""
+        given = [name for name, value in asdict(self).items() if name in CONSTRAINTS and value not in (None, False)]
+        if len(given) > 1:
+            names = [f"--{name.replace('_', '-')}" for name in given]
+            raise InvalidArgument(names[1], f"cannot be given together with {names[0]}")
+        if self.json_schema is not None:
+            return json_schema(_text_of(self.json_schema, "--json-schema"))
+        if self.grammar is not None:
+            return lark(_text_of(self.grammar, "--grammar"))
+        if self.regex is not None:
+            return regex(self.regex)
+        return JSON_OBJECT if self.json_object else None
+
+
+def _text_of(file: Path, flag: str) -> str:
+    """The text of a file. Raises InvalidArgument."""
+    try:
+        return read_small(flag, file, MAX_CONSTRAINT_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(flag, f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def _biases(typed: list[str]) -> dict[int, float]:

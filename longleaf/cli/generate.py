@@ -210,6 +210,8 @@ def _length(event: Finished) -> str:
     match event.reason:
         case "length":
             return f"cut off after {tokens} (--max-tokens)"
+        case "stop" if not event.matched_stop:
+            return f"{tokens}, complete"
         case "stop" | "stop_token":
             return f"{tokens}, ended by a stop {'string' if event.reason == 'stop' else 'token'}"
         case "end_token":

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from google.protobuf.empty_pb2 import Empty
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.struct_pb2 import Struct
 
@@ -12,6 +13,7 @@ from longleaf.codec.derived import Wire, derive, derive_union
 from longleaf.codec.names import (
     BytesLike,
     check_range,
+    check_utf8,
     context_id,
     context_name,
     decode_ids,
@@ -27,6 +29,8 @@ from longleaf.config import MAX_DRAFT_TOKENS
 from longleaf.errors import InvalidArgument
 from longleaf.sampling import GREEDY, SamplingParams
 from longleaf.types import (
+    JSON_OBJECT,
+    Constraint,
     Conversation,
     Delta,
     Finished,
@@ -84,7 +88,7 @@ def encode_generate(
     """`request_id` and `resume_seconds` replace those of `options`, because a client generates an id to resume with.
     Raises InvalidArgument when a value does not fit its field."""
     template_kwargs, provenance = options.get("chat_template_kwargs"), options.get("provenance")
-    most_drafts = options.get("max_draft_tokens")
+    most_drafts, constraint = options.get("max_draft_tokens"), options.get("constraint")
     resume_seconds = check_range("resume_duration", resume_seconds, 0.0, MAX_RESUME_SECONDS, " seconds")
     message = service_pb.GenerateRequest(
         context=context_name(context) if context is not None else "",
@@ -97,6 +101,7 @@ def encode_generate(
         provenance=None if provenance is None else encode_provenance(provenance),
         hidden=encode_hidden(options.get("hidden", ())),
         max_draft_token_count=None if most_drafts is None else _draft_count(most_drafts),
+        constraint=None if constraint is None else _encode_constraint(constraint),
         request_id=_request_id(request_id) if request_id else "",
         resume_duration=encode_duration(resume_seconds) if resume_seconds else None,
     )
@@ -142,6 +147,8 @@ def decode_generate(
         raise InvalidArgument("return_token_bytes", "needs sampling.logprob_count: bytes come with logprobs")
     if message.until_full and message.sampling.HasField("max_token_count"):
         raise InvalidArgument("until_full", "cannot be given together with sampling.max_token_count")
+    if message.HasField("constraint") and message.sampling.ignore_end_token:
+        raise InvalidArgument("sampling.ignore_end_token", "cannot be set together with constraint")
     duration = decode_seconds(message.resume_duration)
     return Generate(
         input=_decode_input(message),
@@ -155,11 +162,33 @@ def decode_generate(
         provenance=decode_provenance(message.provenance) if message.HasField("provenance") else None,
         hidden=decode_hidden(message),
         max_draft_tokens=_max_draft_tokens(message),
+        constraint=_decode_constraint(message),
         request_id=_request_id(message.request_id) if message.request_id else "",
         resume_seconds=check_range("resume_duration", duration, 0.0, MAX_RESUME_SECONDS, " seconds"),
         priority=priority,
         client=client,
     )
+
+
+def _encode_constraint(constraint: Constraint) -> service_pb.Constraint:
+    """Raises InvalidArgument for a text that is missing, not UTF-8, or longer than the limit."""
+    constraint.check()
+    if constraint.kind == "json_object":
+        return service_pb.Constraint(json_object=Empty())
+    message = service_pb.Constraint()
+    setattr(message, constraint.kind, check_utf8(constraint.text, constraint.field))
+    return message
+
+
+def _decode_constraint(message: service_pb.GenerateRequest) -> Constraint | None:
+    if not message.HasField("constraint"):
+        return None
+    kind = message.constraint.WhichOneof("kind")
+    if kind is None:
+        raise InvalidArgument("constraint", "give json_schema, json_object, regex or lark")
+    constraint = JSON_OBJECT if kind == "json_object" else Constraint(kind, getattr(message.constraint, kind))
+    constraint.check()
+    return constraint
 
 
 def _encode_template_kwargs(given: Mapping[str, Any]) -> Struct:

@@ -70,6 +70,19 @@ class PenaltyHistory(msgspec.Struct, frozen=True):
     """Ids of the answer so far, with repetitions."""
 
 
+class GrammarTerms(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The grammar that constrains an answer."""
+
+    grammar: str
+    """In llguidance's dialect of Lark, compiled before within the limits of `longleaf.grammars`."""
+    end_tokens: tuple[int, ...]
+    """Ids that are allowed exactly where the answer satisfies the grammar."""
+    tenant: str = ""
+    """The tenant of the request. Rank 0 keeps compiled grammars for the same tenant only."""
+    generated: tuple[int, ...] = ()
+    """Ids of the answer so far, from which the state is rebuilt."""
+
+
 class SamplingTerms(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sampling of a sequence. Sent once; rank 0 keeps it until the sequence is released."""
 
@@ -79,6 +92,8 @@ class SamplingTerms(msgspec.Struct, frozen=True, omit_defaults=True):
     """Set if the sequence has penalties."""
     reference_ids: tuple[int, ...] = ()
     """If rank 0 must compare its logits with those of plain attention: the ids before the answer."""
+    grammar: GrammarTerms | None = None
+    """Set if the answer is constrained."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -288,6 +303,10 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """Computation time of rank 0."""
     not_finite: tuple[int, ...] = ()
     """Sequences without a token, because their logits are NaN or infinite. They cannot continue."""
+    completed: tuple[int, ...] = ()
+    """Sequences whose grammar allows no text after the token of this step."""
+    unmatched: dict[int, str] = msgspec.field(default_factory=dict[int, str])
+    """Sequences without a token, because of their grammar, and the reason. They cannot continue."""
     has_finite_keys: bool = True
     """Whether all keys and values of a chunk are finite, on all ranks; otherwise the chunk must not be read."""
     comparisons: dict[int, Verification] = msgspec.field(default_factory=dict[int, Verification])

@@ -25,6 +25,7 @@ from longleaf.types.cluster import (
     Verify,
     Worker,
 )
+from longleaf.types.constraint import JSON_OBJECT, MAX_CONSTRAINT_BYTES, Constraint, json_schema, lark, regex
 from longleaf.types.contexts import (
     CONTEXT_ID,
     MAX_TIME,
@@ -72,6 +73,8 @@ from longleaf.types.scheduling_options import Account, SchedulingKwargs, Schedul
 
 __all__ = [
     "CONTEXT_ID",
+    "JSON_OBJECT",
+    "MAX_CONSTRAINT_BYTES",
     "MAX_MESSAGES",
     "MAX_TIME",
     "MIN_SPAN_TOKENS",
@@ -80,6 +83,7 @@ __all__ = [
     "ArchiveChunk",
     "Attribution",
     "Cluster",
+    "Constraint",
     "Context",
     "ContextOptions",
     "ContextSettings",
@@ -142,4 +146,7 @@ __all__ = [
     "Verify",
     "Worker",
     "expired",
+    "json_schema",
+    "lark",
+    "regex",
 ]

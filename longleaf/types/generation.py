@@ -6,6 +6,7 @@ from typing import Any, Literal, TypedDict
 import msgspec
 
 from longleaf.sampling import Logprobs, SamplingParams
+from longleaf.types.constraint import Constraint
 from longleaf.types.conversation import Conversation
 from longleaf.types.provenance import Attribution, Provenance, TokenRange
 from longleaf.types.scheduling_options import SchedulingKwargs, SchedulingOptions
@@ -53,6 +54,8 @@ class GenerateOptions(SamplingOptions, SchedulingKwargs, total=False):
     """Tokens [start, end) of the context that neither prompt nor answer attends to, in ascending order."""
     max_draft_tokens: int | None
     """Maximum number of draft tokens per step; 0: none, None: the service's default."""
+    constraint: Constraint | None
+    """A constraint on the text of each answer, such as a JSON Schema."""
     request_id: str
     """Identifies the generation, so that it never runs twice."""
     resumable: bool
@@ -82,6 +85,8 @@ class Generate(SchedulingOptions, frozen=True, kw_only=True):
     """Tokens [start, end) of the context that neither prompt nor answer attends to."""
     max_draft_tokens: int | None = None
     """Maximum number of draft tokens per step; None: the service's default."""
+    constraint: Constraint | None = None
+    """A constraint on the text of each answer."""
     request_id: str = ""
     """Identifies the generation; the service generates one if empty."""
     resume_seconds: float = 0.0
@@ -170,7 +175,8 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The end of the answer. `matched_stop` is empty unless the reason is `stop`."""
+    """The end of the answer. `matched_stop` is empty unless the reason is `stop`, and where a constraint ended the
+    answer."""
 
     reason: FinishReason
     matched_stop: str = ""

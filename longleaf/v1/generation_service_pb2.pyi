@@ -13,7 +13,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("context", "text", "token_ids", "conversation", "use_chat_template", "sampling", "sample_count", "request_id", "resume_duration", "resume_token_index", "priority", "client_id", "return_token_bytes", "until_full", "provenance", "hidden", "max_draft_token_count", "chat_template_kwargs")
+    __slots__ = ("context", "text", "token_ids", "conversation", "use_chat_template", "sampling", "sample_count", "request_id", "resume_duration", "resume_token_index", "priority", "client_id", "return_token_bytes", "until_full", "provenance", "hidden", "max_draft_token_count", "chat_template_kwargs", "constraint")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class GenerateRequest(_message.Message):
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     context: str
     text: str
     token_ids: _generation_pb2.TokenIds
@@ -50,7 +51,20 @@ class GenerateRequest(_message.Message):
     hidden: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenRange]
     max_draft_token_count: int
     chat_template_kwargs: _struct_pb2.Struct
-    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., conversation: _Optional[_Union[_generation_pb2.Conversation, _Mapping]] = ..., use_chat_template: _Optional[bool] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., request_id: _Optional[str] = ..., resume_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., resume_token_index: _Optional[int] = ..., priority: _Optional[int] = ..., client_id: _Optional[str] = ..., return_token_bytes: _Optional[bool] = ..., until_full: _Optional[bool] = ..., provenance: _Optional[_Union[_generation_pb2.Provenance, _Mapping]] = ..., hidden: _Optional[_Iterable[_Union[_generation_pb2.TokenRange, _Mapping]]] = ..., max_draft_token_count: _Optional[int] = ..., chat_template_kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+    constraint: Constraint
+    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., conversation: _Optional[_Union[_generation_pb2.Conversation, _Mapping]] = ..., use_chat_template: _Optional[bool] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., request_id: _Optional[str] = ..., resume_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., resume_token_index: _Optional[int] = ..., priority: _Optional[int] = ..., client_id: _Optional[str] = ..., return_token_bytes: _Optional[bool] = ..., until_full: _Optional[bool] = ..., provenance: _Optional[_Union[_generation_pb2.Provenance, _Mapping]] = ..., hidden: _Optional[_Iterable[_Union[_generation_pb2.TokenRange, _Mapping]]] = ..., max_draft_token_count: _Optional[int] = ..., chat_template_kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ...) -> None: ...
+
+class Constraint(_message.Message):
+    __slots__ = ("json_schema", "json_object", "regex", "lark")
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    LARK_FIELD_NUMBER: _ClassVar[int]
+    json_schema: str
+    json_object: _empty_pb2.Empty
+    regex: str
+    lark: str
+    def __init__(self, json_schema: _Optional[str] = ..., json_object: _Optional[_Union[_empty_pb2.Empty, _Mapping]] = ..., regex: _Optional[str] = ..., lark: _Optional[str] = ...) -> None: ...
 
 class CancelGenerationRequest(_message.Message):
     __slots__ = ("request_id",)

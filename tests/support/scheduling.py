@@ -80,6 +80,7 @@ class Bench:
         sampling: SamplingParams | None = None,
         cuts: SpanLayout | None = None,
         max_draft_tokens: int = 0,
+        grammar: str = "",
         **scheduling: Any,
     ) -> int:
         prompt = Prompt(
@@ -91,6 +92,7 @@ class Bench:
             num_samples=num_samples,
             cuts=cuts,
             max_draft_tokens=max_draft_tokens,
+            grammar=grammar,
         )
         job = self._admitted(lambda job: self.scheduler.admit(job, prompt))
         self.num_jobs += num_samples - 1

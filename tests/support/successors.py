@@ -6,6 +6,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 from coordinator.engine.engine import Engine
+from coordinator.grammars.compiler import GrammarCompiler
 from coordinator.handlers.generation import Generation
 from coordinator.handlers.resumable_sessions import CallLater, call_later
 from coordinator.persistence.journal.journal import Journal
@@ -47,13 +48,16 @@ async def serving(
     config: EngineConfig = CONFIG,
     later: CallLater = call_later,
     wall_clock: Callable[[], float] = time.time,
+    grammars: GrammarCompiler | None = None,
 ) -> AsyncGenerator[Served, None]:
     """A service that has replayed the journal in `folder`."""
     ranks = ranks or FakeRanks(num_blocks=1024, vocab=VOCAB)
     engine, threads, journal = Engine(ranks, config, max_positions=4096), TokenizerPool(), Journal(folder)
     try:
         async with running(engine):
-            generation = Generation(engine, tokenizer, threads, later=later, journal=journal, wall_clock=wall_clock)
+            generation = Generation(
+                engine, tokenizer, threads, later=later, journal=journal, wall_clock=wall_clock, grammars=grammars
+            )
             await generation.resume_all()
             yield Served(engine, ranks, generation, journal)
     finally:

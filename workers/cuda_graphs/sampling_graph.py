@@ -106,5 +106,16 @@ class GraphSampler:
         reported_RN, host_RN = tokens.there_RN[:num_positions], tokens.hosts_RN[turn][:num_positions]
         return DeviceChoice(rows, batch.samplers, reported_RN, self._sampler.broken, host_RN)
 
+    def constrained_choice(self, rows: Sequence[Row]) -> DeviceChoice | None:
+        """Samples the tokens of rows without a graph, if any of them has a grammar, whose masks are computed on the
+        host; else returns None. Waits for the tokens of the previous step.
+        """
+        if not self._sampler.begin_constraints(rows):
+            return None
+        num_positions = sum(1 + len(row.draft_ids) for row in rows)
+        choice = self._sampler.start_constrained(rows, self.logits_RV[:num_positions])
+        self._ids_R[:num_positions].copy_(choice.ids())
+        return choice
+
     def _tokens(self, kind: Needs) -> TokenBuffer:
         return self._ids if kind.num_top < 0 else self._logprobs

@@ -149,6 +149,8 @@ class FixedSteps:
         if self._sampler is not None:
             logits_RV = self._sampler.logits_RV[: len(rows.sample_rows)]
             if batch is not None:
+                choice = self._sampler.constrained_choice(sampled)
+            if batch is not None and choice is None:
                 kind = kind_of(batch.needs)
                 self._works[bucket.num_rows, kind]()
                 choice = self._sampler.choice(sampled, batch, kind, turn)

@@ -140,7 +140,7 @@ class DecodeRunner:
         tokens = begun.choice.tokens() if begun.choice else []
         self._drafts.cut_back(sampled, tokens, begun.blocks)
         self._verifier.record_logits(sampled, tokens, begun.logits_RV)
-        broken = self._sampler.broken
+        broken, constraints = self._sampler.broken, self._sampler.constraints
         attention = begun.attention.attention() if begun.attention else {}
         for row, found in zip(sampled, tokens, strict=True):
             if row.draft_ids and row.sequence in attention:  # rows behind a refused draft gave no token
@@ -149,6 +149,8 @@ class DecodeRunner:
             result,
             tokens={row.sequence: found for row, found in zip(sampled, tokens, strict=True) if found},
             not_finite=tuple(row.sequence for row in sampled if row.sequence in broken),
+            completed=constraints.completed(sampled),
+            unmatched=constraints.failures(sampled),
             comparisons=self._verifier.compare(sampled, tokens),
             attention=attention,
             scores=_by_sequence(work.rows, begun.scores.wait().tolist()) if begun.scores else {},

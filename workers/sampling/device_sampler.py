@@ -13,9 +13,10 @@ from longleaf.sampling import SamplingParams, Token
 from workers.host_copies import AsyncHostCopy, DeviceEvent, to_device
 from workers.sampling import fused
 from workers.sampling.acceptance import NOT_REACHED, DraftRows, drafts_of
+from workers.sampling.constraints import Constraints, mask_of
 from workers.sampling.fixed_shape import Needs, Parameters, choose, record_tokens
 from workers.sampling.history import PADDING_ROW, TokenHistories
-from workers.sampling.logprobs import to_messages
+from workers.sampling.logprobs import to_messages, top_logprobs
 from workers.sampling.sampler import Choice, CpuSampler, first_positions
 from workers.sampling.uniforms import uniforms
 
@@ -102,15 +103,18 @@ class DeviceChoice:
         reported_NC: Tensor,
         broken: set[int],
         host_NC: Tensor | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         """`reported_NC` holds the positions of rows and their drafts, in the order of the samplers. It is copied to
-        `host_NC` if that is given.
+        `host_NC` if that is given. The tokens are added to the answers in `constraints`.
         """
         self._rows = rows
         self._samplers = samplers
         self._chosen_NC = reported_NC
         self._copy = AsyncHostCopy(reported_NC, host_NC)
         self._broken = broken
+        self._constraints = constraints
+        self._tokens: list[tuple[Token, ...]] | None = None
 
     @property
     def arrival(self) -> DeviceEvent:
@@ -122,21 +126,33 @@ class DeviceChoice:
 
     def tokens(self) -> list[tuple[Token, ...]]:
         """The tokens of each row. Waits for the copy to the host."""
+        if self._tokens is None:
+            self._tokens = self._read()
+        return self._tokens
+
+    def _read(self) -> list[tuple[Token, ...]]:
         rows, firsts = self._copy.wait().tolist(), first_positions(self._rows)
         self._broken.update(row.sequence for row, i in zip(self._rows, firsts, strict=True) if rows[i][0] < 0)
-        return [
-            ()
-            if row.sequence in self._broken
-            else reached(self._samplers[i].sampling, rows[i : i + 1 + len(row.draft_ids)])
-            for row, i in zip(self._rows, firsts, strict=True)
-        ]
+        failed = self._constraints.failed if self._constraints is not None else {}
+        tokens: list[tuple[Token, ...]] = []
+        for row, i in zip(self._rows, firsts, strict=True):
+            found = reached(self._samplers[i].sampling, rows[i : i + 1 + len(row.draft_ids)])
+            if self._constraints is not None and not (row.sequence in self._broken or row.sequence in failed):
+                for token in found:
+                    self._constraints.accept(row.sequence, token.id)
+            tokens.append(() if row.sequence in self._broken or row.sequence in failed else found)
+        return tokens
 
 
 class DeviceSampler:
     """Samples the tokens of all sequences without waiting for the device. Has the same methods as CpuSampler."""
 
-    def __init__(self, device: str, num_sequences: int) -> None:
+    def __init__(self, device: str, num_sequences: int, constraints: Constraints | None = None) -> None:
         """At most `num_sequences` may be active at once."""
+        self.constraints = constraints or Constraints()
+        """The grammars of the sequences."""
+        self._last: DeviceChoice | None = None
+        """The last choice of a step with constraints, whose tokens the next masks depend on."""
         self.broken: set[int] = set()
         """Sequences with non-finite logits: no further token is sampled for them."""
         self._device = device
@@ -149,8 +165,31 @@ class DeviceSampler:
 
     def start(self, rows: Sequence[Row], logits_RV: Tensor) -> Choice:
         """Samples the next token of each row from its logits [V], and the tokens behind accepted drafts from the logits
-        that follow. Parameters are sent to the device if they differ from those of the previous step.
+        that follow. Parameters are sent to the device if they differ from those of the previous step. With constraints,
+        waits for the tokens of the previous step.
         """
+        if self.begin_constraints(rows):
+            return self.start_constrained(rows, logits_RV)
+        batch, reported_RN = self._report(rows, logits_RV, None)
+        return DeviceChoice(rows, batch.samplers, reported_RN, self.broken)
+
+    def begin_constraints(self, rows: Sequence[Row]) -> bool:
+        """Creates the states of grammars. Returns whether any of the rows has one."""
+        if self._last is not None:
+            self._last.tokens()  # adds them to the answers
+            self._last = None
+        self.constraints.begin(rows)
+        return any(self.constraints.holds(row.sequence) for row in rows)
+
+    def start_constrained(self, rows: Sequence[Row], logits_RV: Tensor) -> DeviceChoice:
+        """As `start`, after `begin_constraints`. The masks are computed while the device runs the model."""
+        mask_RV = mask_of(self.constraints, rows, logits_RV.shape[-1])
+        batch, reported_RN = self._report(rows, logits_RV, mask_RV)
+        self._last = DeviceChoice(rows, batch.samplers, reported_RN, self.broken, constraints=self.constraints)
+        return self._last
+
+    def _report(self, rows: Sequence[Row], logits_RV: Tensor, mask_RV: Tensor | None) -> tuple[Batch, Tensor]:
+        """The parameters of the rows, and the result of `choose` for them."""
         batch, drafts = self.batch(rows, logits_RV.shape[-1]), None
         is_drafted = len(batch.samplers) > len(rows)
         if self._sent is None or self._sent[0] is not batch or batch.needs.draws or is_drafted:
@@ -160,8 +199,19 @@ class DeviceSampler:
             there_FR = to_device(torch.from_numpy(numbers), self._device)
             self._sent = batch, there_FR[:NUM_PARAMETERS]
             drafts = DraftRows(*there_FR[NUM_PARAMETERS:]) if is_drafted else None
-        reported_RN = self.choose(logits_RV, parameters_of(self._sent[1]), batch.needs, drafts)
-        return DeviceChoice(rows, batch.samplers, reported_RN, self.broken)
+        parameters = parameters_of(self._sent[1])
+        if mask_RV is None:
+            return batch, self.choose(logits_RV, parameters, batch.needs, drafts)
+        allowed_RV = to_device(mask_RV, self._device)
+        # a row with NaN must not lose it to the mask
+        is_finite_R1 = logits_RV.amax(dim=-1, keepdim=True).isfinite()
+        masked_RV = torch.where(allowed_RV | ~is_finite_R1, logits_RV, -torch.inf)
+        reported_RN = self.choose(masked_RV, parameters, batch.needs._replace(num_top=-1), drafts)
+        if batch.needs.num_top >= 0:
+            ids_R1 = ids_of(reported_RN).clamp(min=0)[:, None]
+            top_RN, logprobs_RN = top_logprobs(logits_RV, ids_R1, batch.needs.num_top)
+            reported_RN = torch.cat((reported_RN.double(), logprobs_RN, top_RN.double()), dim=1)
+        return batch, reported_RN
 
     def batch(self, rows: Sequence[Row], vocabulary_size: int) -> Batch:
         """The sampling parameters of rows and their drafts. Returns the previous batch if it is the same."""
@@ -198,7 +248,7 @@ class DeviceSampler:
     def _sampler(self, row: Row, vocabulary_size: int) -> DeviceSequenceSampler:
         """The sampler of the row's sequence. It is created again when the row brings new terms."""
         if row.terms is not None:
-            self.forget([row.sequence])
+            self._drop(row.sequence)
             place = self._histories_of(vocabulary_size).begin(row.terms)
             self._samplers[row.sequence] = DeviceSequenceSampler(row.terms.sampling, place)
         return self._samplers[row.sequence]
@@ -206,13 +256,20 @@ class DeviceSampler:
     def forget(self, sequences: Iterable[int]) -> None:
         """Drops the state of sequences that have ended."""
         for sequence in sequences:
-            self.broken.discard(sequence)
-            if (sampler := self._samplers.pop(sequence, None)) is not None and self._histories is not None:
-                self._histories.end(sampler.place)
+            self.constraints.forget([sequence])
+            self._drop(sequence)
+
+    def _drop(self, sequence: int) -> None:
+        """Drops the state of a sequence, except its grammar."""
+        self.broken.discard(sequence)
+        if (sampler := self._samplers.pop(sequence, None)) is not None and self._histories is not None:
+            self._histories.end(sampler.place)
 
     def clear(self) -> None:
         """Drops the state of all sequences."""
+        self._last = None
         self.forget([*self._samplers, *self.broken])
+        self.constraints.clear()
 
 
 def ids_of(reported_RN: Tensor) -> Tensor:
@@ -225,9 +282,9 @@ def token_indices(rows: Sequence[Row]) -> list[int]:
     return [row.token_index + number for row in rows for number in range(1 + len(row.draft_ids))]
 
 
-def make_sampler(device: str, num_sequences: int) -> CpuSampler | DeviceSampler:
+def make_sampler(device: str, num_sequences: int, constraints: Constraints | None = None) -> CpuSampler | DeviceSampler:
     """The faster sampler for the device of the logits: a CPU needs no asynchronous copy and samples few tokens."""
-    return CpuSampler() if device == "cpu" else DeviceSampler(device, num_sequences)
+    return CpuSampler(constraints) if device == "cpu" else DeviceSampler(device, num_sequences, constraints)
 
 
 def needs_of(samplings: Sequence[SamplingParams]) -> Needs:

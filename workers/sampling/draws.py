@@ -86,7 +86,10 @@ def cut_top_k(scores_RN: Tensor, top_k: int, num_tokens: int) -> Tensor:
     per row, whether the N scores include all ties with the last kept one.
     """
     last_R1 = scores_RN[:, min(top_k, num_tokens) - 1, None].clone()
-    is_sure_R = (scores_RN[:, -1:] < last_R1)[:, 0] | (scores_RN.shape[-1] == num_tokens)
+    # where the last kept one is -inf, all others have a probability and are among the N
+    is_sure_R = (
+        (scores_RN[:, -1:] < last_R1)[:, 0] | (last_R1 == -torch.inf)[:, 0] | (scores_RN.shape[-1] == num_tokens)
+    )
     scores_RN.masked_fill_(scores_RN < last_R1, -torch.inf)
     return is_sure_R
 

@@ -13,6 +13,7 @@ from longleaf.rank_protocol.step import Row, SamplingTerms
 from longleaf.sampling import Logprobs, Token
 from workers.sampling import distribution, draws
 from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED
+from workers.sampling.constraints import Constraints
 from workers.sampling.logprobs import logprobs
 from workers.sampling.penalties import Penalties
 from workers.sampling.uniforms import uniform
@@ -21,6 +22,10 @@ MAX_LOGITS = 1 << 19
 """Maximum number of logits that are processed together, unless a single row has more. They take 4 MiB in float64: the
 allocator reuses blocks of this size instead of requesting pages from the system each time.
 """
+
+
+PLAIN = -2
+"""Kind of rows whose token is the argmax of the unmodified logits."""
 
 
 class Choice(Protocol):
@@ -60,12 +65,14 @@ class SampledTokens:
 class CpuSequenceSampler:
     """The terms of one sequence, and the token counts of its penalties."""
 
-    def __init__(self, terms: SamplingTerms, vocabulary_size: int) -> None:
+    def __init__(self, sequence: int, terms: SamplingTerms, vocabulary_size: int) -> None:
+        self.sequence = sequence
         self.sampling = sampling = terms.sampling
         self.penalties = Penalties(terms, vocabulary_size)
-        self.kind = -2 if sampling.is_argmax else -1 if sampling.is_greedy else sampling.top_k
+        is_plain = sampling.is_argmax and terms.grammar is None
+        self.kind = PLAIN if is_plain else -1 if sampling.is_greedy else sampling.top_k
         """Rows of one kind are processed together: equal top-k (0 or more), greedy (-1), or greedy without adjustment
-        (-2).
+        (PLAIN).
         """
 
 
@@ -74,7 +81,9 @@ class CpuSampler:
     row.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, constraints: Constraints | None = None) -> None:
+        self.constraints = constraints or Constraints()
+        """The grammars of the sequences."""
         self.broken: set[int] = set()
         """Sequences with non-finite logits: no further token is sampled for them."""
         self._samplers: dict[int, CpuSequenceSampler] = {}
@@ -86,17 +95,24 @@ class CpuSampler:
         Each token is the same as in a separate step, up to the first one that differs from the draft. A draft that is
         followed by non-finite logits is not accepted: the next step will fail the same way.
         """
-        firsts, is_finite = first_positions(rows), highest_are_finite(logits_RV)
+        firsts, is_finite, size = first_positions(rows), highest_are_finite(logits_RV), logits_RV.shape[-1]
+        self.constraints.begin(rows)
         self.broken.update(row.sequence for row, first in zip(rows, firsts, strict=True) if not is_finite[first])
-        left = [i for i, row in enumerate(rows) if row.sequence not in self.broken]
+        left = [
+            i
+            for i, row in enumerate(rows)
+            if row.sequence not in self.broken and self.constraints.can_continue(row.sequence, size)
+        ]
         tokens: list[tuple[Token, ...]] = [()] * len(rows)
         turn = 0
         while left:
             logits_LV = select_rows(logits_RV, [firsts[i] + turn for i in left])
             chosen = self.choose([row_of_draft(rows[i], turn) for i in left], logits_LV)
             for i, token in zip(left, chosen, strict=True):
-                tokens[i] += (token,)
+                if rows[i].sequence not in self.constraints.failed:
+                    tokens[i] += (token,)
             turn += 1
+            left = [i for i in left if tokens[i]]
             left = [i for i in left if is_accepted(rows[i], tokens[i]) and is_finite[firsts[i] + turn]]
         return SampledTokens(rows, tokens)
 
@@ -106,10 +122,11 @@ class CpuSampler:
         chosen = [0] * len(rows)
         for some in _alike(samplers, lambda sampler: sampler.kind, logits_RV.shape[-1]):
             indices = [rows[i].token_index for i in some]
-            found = choose(select_rows(logits_RV, some), [samplers[i] for i in some], indices)
+            found = choose(select_rows(logits_RV, some), [samplers[i] for i in some], indices, self.constraints)
             for i, token_id in zip(some, found, strict=True):
                 chosen[i] = token_id
                 samplers[i].penalties.add(token_id)
+                self.constraints.accept(rows[i].sequence, token_id)
         row_logprobs: list[Logprobs | None] = [None] * len(rows)
         for some in _alike(samplers, lambda sampler: sampler.sampling.num_logprobs, logits_RV.shape[-1]):
             num_top = samplers[some[0]].sampling.num_logprobs
@@ -121,7 +138,7 @@ class CpuSampler:
     def _sampler(self, row: Row, vocabulary_size: int) -> CpuSequenceSampler:
         """The sampler of the row's sequence. It is created again when the row brings new terms."""
         if row.terms is not None:
-            self._samplers[row.sequence] = CpuSequenceSampler(row.terms, vocabulary_size)
+            self._samplers[row.sequence] = CpuSequenceSampler(row.sequence, row.terms, vocabulary_size)
         return self._samplers[row.sequence]
 
     def forget(self, sequences: Iterable[int]) -> None:
@@ -129,10 +146,12 @@ class CpuSampler:
         for sequence in sequences:
             self.broken.discard(sequence)
             self._samplers.pop(sequence, None)
+            self.constraints.forget([sequence])
 
     def clear(self) -> None:
         """Drops the state of all sequences."""
         self.forget([*self._samplers, *self.broken])
+        self.constraints.clear()
 
 
 def first_positions(rows: Sequence[Row]) -> list[int]:
@@ -158,17 +177,22 @@ def select_rows(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
     return logits_RV.index_select(0, torch.tensor(rows))
 
 
-def choose(logits_RV: Tensor, samplers: Sequence[CpuSequenceSampler], token_indices: Sequence[int]) -> list[int]:
+def choose(
+    logits_RV: Tensor,
+    samplers: Sequence[CpuSequenceSampler],
+    token_indices: Sequence[int],
+    constraints: Constraints,
+) -> list[int]:
     """The next token ids from the logits [V] of rows of one kind."""
     first = samplers[0].sampling
-    if first.is_argmax:
+    if samplers[0].kind == PLAIN:
         return argmax(logits_RV)
-    scores_RV = adjusted(logits_RV, samplers)
+    scores_RV = adjusted(logits_RV, samplers, constraints)
     if first.is_greedy:
         return argmax(scores_RV)
 
     def draw_alone(i: int) -> int:
-        [scores_V] = adjusted(logits_RV[i, None], [samplers[i]])
+        [scores_V] = adjusted(logits_RV[i, None], [samplers[i]], constraints)
         return distribution.draw(scores_V, samplings[i], uniforms[i])
 
     samplings = [sampler.sampling for sampler in samplers]
@@ -177,11 +201,13 @@ def choose(logits_RV: Tensor, samplers: Sequence[CpuSequenceSampler], token_indi
     return [draw_alone(i) if token_id is None else token_id for i, token_id in enumerate(drawn)]
 
 
-def adjusted(logits_RV: Tensor, samplers: Sequence[CpuSequenceSampler]) -> Tensor:
-    """Logits [R, V], float64, after bias and penalties."""
+def adjusted(logits_RV: Tensor, samplers: Sequence[CpuSequenceSampler], constraints: Constraints) -> Tensor:
+    """Logits [R, V], float64, after bias and penalties; -inf for tokens that the constraint of a row excludes."""
     scores_RV = logits_RV.to(torch.float64, copy=True)
     for scores_V, sampler in zip(scores_RV, samplers, strict=True):
         sampler.penalties.adjust(scores_V)
+        if (allowed_V := constraints.allowed(sampler.sequence, len(scores_V))) is not None:
+            scores_V.masked_fill_(~allowed_V, -math.inf)
     return scores_RV
 
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from coordinator.engine_messages import DocumentPrompt
+from coordinator.grammars.compiler import GrammarCompiler
 from coordinator.persistence.journal.journal import Journal
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import (
@@ -23,7 +24,7 @@ from longleaf.errors import (
 )
 from longleaf.rank_protocol.step import Decode, Row, StepPlan, StepResult
 from longleaf.sampling import SamplingParams
-from longleaf.types import Conversation, Delta, Event, Message, Resume, Started
+from longleaf.types import Constraint, Conversation, Delta, Event, Message, Resume, Started, regex
 from tests.support.fakes.ranks import FakeRanks
 from tests.support.service import ids
 from tests.support.successors import CONFIG, VOCAB, Served, asked, num_tokens, serving, whole
@@ -45,6 +46,30 @@ async def begin(folder: Path, tokenizer: Tokenizer, count: int = 5, num_samples:
     """The events that a client received before the first service ended."""
     async with serving(folder, tokenizer) as service:
         return await service.read(asked(SAMPLING, num_samples), count)
+
+
+class NamedGrammars(GrammarCompiler):
+    """Names grammars instead of compiling them."""
+
+    async def compile(self, tenant: str, constraint: Constraint) -> str:
+        return f"{constraint.kind} {constraint.text}"
+
+
+async def test_resumed_generation_continues_its_constraint(folder: Path, tokenizer: Tokenizer) -> None:
+    """With the tokens of the answer, from which the ranks rebuild the state of the grammar."""
+    request = msgspec.structs.replace(asked(SAMPLING), constraint=regex("a+"))
+    grammars = NamedGrammars(folder)
+    async with serving(folder, tokenizer, grammars=grammars) as service:
+        seen = await service.read(request, 8)
+    async with serving(folder, tokenizer, grammars=grammars) as service:
+        events = await service.read(Resume("one", num_tokens(seen)))
+        rows = [row for plan in service.ranks.plans if isinstance(plan.work, Decode) for row in plan.work.rows]
+    assert num_tokens(seen) > 0
+    assert num_tokens(seen) + num_tokens(events) == SAMPLING.max_tokens
+    [terms] = [row.terms.grammar for row in rows if row.terms is not None]
+    assert terms is not None
+    assert (terms.grammar, len(terms.generated) >= num_tokens(seen)) == ("regex a+", True)
+    assert terms.end_tokens == tuple(sorted(tokenizer.end_tokens))
 
 
 def files(folder: Path) -> list[Path]:
