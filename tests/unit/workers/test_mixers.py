@@ -37,7 +37,7 @@ def test_module_that_forgets_its_state_computes_rows_one_by_one(tmp_path, caplog
     assert "layers 0 and 2: rows of a sequence are computed one by one" in caplog.text
 
 
-def test_module_whose_results_do_not_continue_is_refused(tmp_path, monkeypatch):
+def test_module_that_never_uses_its_state_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(
         mixers.StateCache,
         "update_recurrent_state",
@@ -50,7 +50,7 @@ def test_module_whose_results_do_not_continue_is_refused(tmp_path, monkeypatch):
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "jamba"])
 def test_rows_of_several_sequences_equal_those_of_each(tmp_path, family):
-    """A sequence that begins and stores two states, and others with a state, of one row and of several."""
+    """A sequence that begins and stores two states, and others with a state, with one row or more."""
     found = load(tmp_path, family)
     layer, mixer = next(iter(found.mixers.layers.items()))
     pool, generator = StatePool(found.mixers.parts(), 12, found.dtype, "cpu"), torch.Generator().manual_seed(0)
