@@ -28,11 +28,11 @@ from bench.pages.rendering import render
 from longleaf.errors import LongleafError, ModelRefused
 from tests.support.golden.plain import NEW_TOKENS, Golden, make_golden
 from tests.support.golden.rounding import ALLOWED, plain_logits, ratio, served_logits
-from tests.support.golden.states import STATES, Logits, running
+from tests.support.golden.states import AT_ENDS, STATES, Logits, State, running
 from tests.support.threads import config_for
 from workers.model import model
 from zoo.checkpoints import make_checkpoint
-from zoo.families import FAMILIES, REFUSED, SEEING, Family, Refused
+from zoo.families import FAMILIES, HYBRIDS, REFUSED, SEEING, Family, Hybrid, Refused
 
 RESULTS = Path(__file__).parent / "results" / "models.json"
 CLASSES = Path(__file__).parent / "results" / "classes.json"
@@ -51,7 +51,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = (*FAMILIES, *REFUSED)
+    names = (*FAMILIES, *HYBRIDS, *REFUSED)
     parser.add_argument("--family", dest="families", nargs="+", choices=names, default=names)
     parser.add_argument("--world-size", dest="world_sizes", nargs="+", type=int, default=WORLD_SIZES)
     parser.add_argument("--dtype", dest="dtypes", nargs="+", choices=DTYPES, default=DTYPES)
@@ -70,7 +70,7 @@ def main() -> None:
         write(rows)
 
 
-def run(family: Family | Refused, dtypes: Sequence[str], world_sizes: Sequence[int]) -> Row:
+def run(family: Family | Hybrid | Refused, dtypes: Sequence[str], world_sizes: Sequence[int]) -> Row:
     """The row of a family, measured now, in some of the types."""
     with TemporaryDirectory() as folder:
         try:
@@ -81,19 +81,23 @@ def run(family: Family | Refused, dtypes: Sequence[str], world_sizes: Sequence[i
         golden = make_golden(Path(folder), family)
         found: Row = {"family": family}
         if "float32" in dtypes:
-            found = measure_exactness(golden, family, loaded.bytes_per_token, world_sizes)
+            found = measure_exactness(golden, family, loaded.bytes_per_token, world_sizes, loaded.bytes_per_state)
         for dtype in (dtype for dtype in HALVES if dtype in dtypes):
             found[dtype] = asyncio.run(measure_rounding(golden, dtype, world_sizes))
             log(f"{family} in {dtype}: {half(found[dtype])}")
     return found
 
 
-def measure_exactness(golden: Golden, family: str, bytes_per_token: int, world_sizes: Sequence[int]) -> Row:
-    """Tokens and logits in float32, in every state."""
-    found = [asyncio.run(compare(golden, state, n)) for n in world_sizes for state in STATES]
+def measure_exactness(
+    golden: Golden, family: str, bytes_per_token: int, world_sizes: Sequence[int], bytes_per_state: int = 0
+) -> Row:
+    """Tokens and logits in float32, in every state of a context."""
+    states = AT_ENDS if bytes_per_state else STATES
+    found = [asyncio.run(compare(golden, state, n)) for n in world_sizes for state in states.values()]
     is_exact, difference = all(same for same, _ in found), max(difference for _, difference in found)
     log(f"{family}: {'exact' if is_exact else 'NOT exact'}, logits differ by {difference:.1e}")
-    return row(family, is_exact, difference, bytes_per_token, world_sizes)
+    own = {"bytes_per_state": bytes_per_state} if bytes_per_state else {}
+    return row(family, is_exact, difference, bytes_per_token, world_sizes) | own
 
 
 async def measure_rounding(golden: Golden, dtype: str, world_sizes: Sequence[int]) -> Row:
@@ -113,12 +117,12 @@ async def measure_rounding(golden: Golden, dtype: str, world_sizes: Sequence[int
     return rounded(world_sizes, max(ratios))
 
 
-async def compare(golden: Golden, state: str, world_size: int) -> tuple[bool, float]:
+async def compare(golden: Golden, state: State, world_size: int) -> tuple[bool, float]:
     """Whether all answers in a state are the golden one, and how far the logits of the first one are from its."""
     logits = Logits()
     config = config_for(golden.folder, world_size=world_size, chunk_size=300, merge="gather")
     async with running(config, logits.watch) as engine:
-        answers = await STATES[state](engine, golden.prompt)
+        answers = await state(engine, golden.prompt)
     difference = (logits.first(NEW_TOKENS) - golden.logits_TV).abs().max()
     return answers == [golden.tokens] * len(answers), float(difference)
 
@@ -152,7 +156,7 @@ def write(rows: list[Row]) -> None:
         {row["family"]: row for row in json.loads(RESULTS.read_text())} if RESULTS.is_file() else {}
     )
     retained |= {row["family"]: retained.get(row["family"], {}) | row for row in rows}
-    ordered = [retained[family] for family in (*FAMILIES, *REFUSED) if family in retained]
+    ordered = [retained[family] for family in (*FAMILIES, *HYBRIDS, *REFUSED) if family in retained]
     RESULTS.write_text(json.dumps(ordered, indent=2) + "\n")
     PAGE.write_text(page(ordered, json.loads(CLASSES.read_text())))
 

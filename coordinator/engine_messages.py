@@ -46,6 +46,10 @@ class SchedulingParams(SchedulingOptions, frozen=True, kw_only=True):
 DEFAULT_SCHEDULING = SchedulingParams()
 
 
+STATES_HIDE_NOTHING = "the model has recurrent states, in which tokens cannot be hidden"
+"""The reason why tokens of a context cannot be hidden."""
+
+
 class AttributionContext(msgspec.Struct, frozen=True, kw_only=True):
     """The current state of a context, and its limits for attribution."""
 
@@ -61,6 +65,8 @@ class AttributionContext(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a block; a multiple of the tokens of a span."""
     full_layers: tuple[int, ...]
     """Layers with full attention."""
+    has_states: bool = False
+    """Whether the model has recurrent states, in which no token can be hidden."""
 
     @property
     def end(self) -> int:

@@ -214,6 +214,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             limit=BYTES,
         ),
     ] = None
+    state_bytes: Annotated[
+        int | None,
+        Option(
+            KEYS,
+            "For models with recurrent states: the part of --kv-bytes for them, on every rank.",
+            default="enough for --max-sequences, at most half",
+            limit=BYTES,
+        ),
+    ] = None
     max_sequences: Annotated[
         int, Option(REQUESTS, "Maximum number of concurrent generations.", limit=Limit(1, 65536))
     ] = 64

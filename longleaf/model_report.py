@@ -43,6 +43,16 @@ class ReplicatedReport(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes on each rank for each position at which a context can be continued: the keys of the largest window."""
 
 
+class StateReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers with a recurrent state."""
+
+    layers: tuple[int, ...]
+    num_bytes: int
+    """Bytes of the states of all of these layers after one position of a sequence, on each rank."""
+    one_by_one: tuple[int, ...] = ()
+    """Layers that compute the rows of a sequence one at a time; unknown without weights."""
+
+
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Pool of one rank, and its capacity in tokens of this model, in whole blocks."""
 
@@ -66,6 +76,8 @@ class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Capacity of each rank for sliding-window keys, in tokens; 0 if sharded."""
     ends: int = 0
     """Number of context ends that fit; generations use them too."""
+    num_states: int = 0
+    """Number of recurrent states that fit: one for each end of a context, and up to three for a generation."""
 
 
 class ExchangeReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +115,9 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_token: int = 0
     """Stored bytes of keys and values per token, over all layers, rounded up."""
     replicated: ReplicatedReport | None = None
-    """Set if there are layers without full attention."""
+    """Set if there are layers without full attention, and none with a recurrent state."""
+    states: StateReport | None = None
+    """Set if there are layers with a recurrent state."""
     weight_bytes: int = 0
     """Bytes of all weights, which every rank holds unless they are sharded."""
     share_bytes: tuple[int, ...] = ()

@@ -79,10 +79,13 @@ class AttentionSpan(NamedTuple):
 
 
 class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Storage of sliding-window keys that are replicated on every rank.
+    """Storage of sliding-window keys that are replicated on every rank, or of recurrent states.
 
     They have a separate pool, with the same blocks on every rank. A segment keeps only the keys before its end, so it
     can be continued only there.
+
+    A recurrent state takes the place of the key of one position: the state after it. The next token needs the state
+    after the position before it, as with a window of two, and no other.
     """
 
     reaches: tuple[AttentionSpan, ...]
@@ -90,7 +93,18 @@ class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int = 0
     """Blocks of the pool."""
     bytes_per_token: int = 0
-    """Bytes of keys and values per token on each rank, over these layers."""
+    """Bytes of keys and values per token, or of a state, on each rank, over these layers."""
+    is_state: bool = False
+    """The pool holds recurrent states, each in a block of one position. Rows and chunks store only the last one."""
+
+    @property
+    def noun(self) -> str:
+        """The content of the pool, in messages."""
+        return "state" if self.is_state else "window"
+
+    def block_size(self, pool_block_size: int) -> int:
+        """Positions per block, if the blocks of all other keys have `pool_block_size`."""
+        return 1 if self.is_state else pool_block_size
 
     def first(self, position: int) -> int:
         """The first position that a query at `position` attends to in any of these layers; non-decreasing in the
@@ -110,22 +124,29 @@ class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def seen_blocks(self, block_size: int) -> int:
         """Blocks of the keys that one token attends to, if they were computed in one chunk; they may start within a
-        block."""
+        block. The state before one token."""
+        if self.is_state:
+            return 1
         return ceil_div(self.span, block_size) + 1
 
     def chunk_blocks(self, block_size: int) -> int:
         """Maximum blocks of a segment while it grows in chunks.
 
         It has up to two runs: keys for the chunk, and keys for later tokens. Each has fewer than `span` tokens in
-        addition to the chunk, and the first may start within a block.
+        addition to the chunk, and the first may start within a block. States: the one before the chunk, and the last.
         """
+        if self.is_state:
+            return 2
         return 2 * ceil_div(self.span, block_size) + 1
 
     def row_blocks(self, num_at_once: int, block_size: int) -> int:
         """Maximum blocks of a segment while it grows in rows of up to `num_at_once` tokens.
 
-        It has one run: the row, and fewer than `span` tokens before it, which may start within a block.
+        It has one run: the row, and fewer than `span` tokens before it, which may start within a block. States: the
+        one before the row, and the last.
         """
+        if self.is_state:
+            return 2
         return ceil_div(self.span + num_at_once, block_size) + 1
 
     def least_blocks(self, num_at_once: int, block_size: int) -> int:
@@ -137,6 +158,9 @@ class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 EVERY_RANK = -1
 """Used as the rank of a run with the same blocks on every rank."""
+
+STATE_SPAN = AttentionSpan(window=2)
+"""The reach of a token to the state before it: see `WindowSpec`."""
 
 UNLIMITED_TOKENS = 1 << 31
 """Token capacity of a rank if no layer keeps all tokens, so that the capacity is effectively unlimited."""

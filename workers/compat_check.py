@@ -25,6 +25,7 @@ from longleaf.model_report import (
     ExchangeReport,
     RankPlan,
     ReplicatedReport,
+    StateReport,
 )
 from longleaf.positions import UNLIMITED_TOKENS, WindowSpec
 from longleaf.shares import most_parts
@@ -96,6 +97,7 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         kinds=kinds(model.layers),
         trained=model.rotary.trained,
         bytes_per_token=bytes_per_token,
+        states=states_of(model),
         replicated=replicated(model, msgspec.structs.replace(config, window_keys="replicated")),
         weight_bytes=size,
         share_bytes=shares.num_bytes,
@@ -206,8 +208,9 @@ def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Seq
         rooms=rooms,
         tokens=sum(room.tokens for room in rooms),
         is_unlimited=any(room.tokens >= UNLIMITED_TOKENS for room in rooms),
-        window_tokens=windows.num_blocks * size if windows else 0,
-        ends=num_ends(windows, size) if windows else 0,
+        window_tokens=windows.num_blocks * size if windows and not windows.is_state else 0,
+        ends=num_ends(windows, windows.block_size(size)) if windows else 0,
+        num_states=windows.num_blocks if windows and windows.is_state else 0,
     )
 
 
@@ -217,6 +220,14 @@ def num_ends(windows: WindowSpec, block_size: int) -> int:
     """
     seen_blocks = windows.seen_blocks(block_size)
     return (windows.num_blocks - (windows.chunk_blocks(block_size) - seen_blocks)) // seen_blocks
+
+
+def states_of(model: Model) -> StateReport | None:
+    """The layers with a recurrent state; None if there are none."""
+    if model.mixers is None:
+        return None
+    layers, one_by_one = sorted(model.mixers.layers), sorted(model.mixers.one_by_one)
+    return StateReport(layers=tuple(layers), num_bytes=model.bytes_per_state, one_by_one=tuple(one_by_one))
 
 
 def replicated(model: Model, config: EngineConfig) -> ReplicatedReport | None:

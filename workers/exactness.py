@@ -28,12 +28,14 @@ from longleaf.fingerprint import Fingerprint
 from longleaf.formatting import human_rounded
 from longleaf.kernels import registry
 from longleaf.kernels.backend import Backend
+from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.step import Decode, Prefill, Row, SamplingTerms, StepPlan, Work
 from longleaf.rank_protocol.verdict import Verification, judge
 from longleaf.runs import Run, ceil_div
 from longleaf.sampling import SamplingParams
 from longleaf.storage.store import Store as Storage
 from workers.group_session import GroupSession, RankResources
+from workers.kv_cache.pools import make_states
 from workers.kv_cache.slots import FloatKvPool
 from workers.kv_io.kv_io import KvIo
 from workers.model.model import Model, describe_error, special_ids
@@ -158,7 +160,8 @@ def compare(model: Model, backend: Backend, groups: Groups | None = None) -> Ver
     epoch = GroupSession(make_resources(model, backend, world_size), groups)
     comparisons = {SEQUENCE: Verification()}
     try:
-        for step, work in enumerate(make_works(ids, (first, second), answer, world_size)):
+        has_states = model.mixers is not None
+        for step, work in enumerate(make_works(ids, (first, second), answer, world_size, has_states=has_states)):
             result = epoch.start(StepPlan(0, step, work)).result()
             if result is None:
                 continue
@@ -182,11 +185,13 @@ def random_ids(model: Model, count: int) -> list[int]:
     return random.Random(0).choices(usable, k=count)
 
 
-def make_works(ids: Sequence[int], chunks: Sequence[int], num_answer: int, world_size: int = 1) -> Iterator[Work]:
+def make_works(
+    ids: Sequence[int], chunks: Sequence[int], num_answer: int, world_size: int = 1, *, has_states: bool = False
+) -> Iterator[Work]:
     """Prefill in `chunks`, of which each rank has a piece, then decode: the rest of the ids as a question, and one step
-    for each further token.
+    for each further token. With `has_states`, each step has a slot for the recurrent state at its end.
     """
-    path, start, block = (0,), 0, 0
+    path, start, block, slot = (0,), 0, 0, 0
     for size in chunks:
         edges = [start + size * rank // world_size for rank in range(world_size + 1)]
         blocks = tuple(range(block, block + ceil_div(size, BLOCK_SIZE)))
@@ -195,18 +200,40 @@ def make_works(ids: Sequence[int], chunks: Sequence[int], num_answer: int, world
             for rank in range(world_size)
             if edges[rank] < edges[rank + 1]
         ]
-        yield Prefill(path, start, tuple(ids[start : start + size]), tuple(pieces))
-        start, block = start + size, block + len(blocks)
+        states = make_state_runs(start, start + size, slot) if has_states else ()
+        yield Prefill(path, start, tuple(ids[start : start + size]), tuple(pieces), window_runs=states)
+        start, block, slot = start + size, block + len(blocks), slot + 1
     terms = SamplingTerms(SamplingParams(max_tokens=num_answer, ignore_end_token=True), reference_ids=tuple(ids))
     for index in range(num_answer):
         end = len(ids) + index
         run = Run(0, start, end, tuple(range(block, block + ceil_div(end - start, BLOCK_SIZE))))
         num_reference = end if index == num_answer - 1 else 0
-        if index == 0:
-            row = Row(SEQUENCE, path, start, tuple(ids[start:]), (run,), index, terms, num_reference)
-        else:
-            row = Row(SEQUENCE, (), end - 1, (), (run,), index, None, num_reference)
-        yield Decode((row,))
+        low = start if index == 0 else end - 1
+        states = make_state_runs(low, end, slot + index) if has_states else ()
+        given, own_terms = (tuple(ids[start:]), terms) if index == 0 else ((), None)
+        # all rows are complete: states of later rows are not given by the previous ones
+        is_complete = index == 0 or has_states
+        yield Decode(
+            (
+                Row(
+                    SEQUENCE,
+                    path if is_complete else (),
+                    low,
+                    given,
+                    (run,),
+                    index,
+                    own_terms,
+                    num_reference,
+                    window_runs=states,
+                ),
+            )
+        )
+
+
+def make_state_runs(start: int, end: int, slot: int) -> tuple[Run, ...]:
+    """The recurrent states before and after a step with positions [start, end), in the slots before and at `slot`."""
+    before = (Run(EVERY_RANK, start - 1, start, (slot - 1,)),) if start else ()
+    return (*before, Run(EVERY_RANK, end - 1, end, (slot,)))
 
 
 def make_resources(model: Model, backend: Backend, world_size: int = 1) -> RankResources:
@@ -223,7 +250,14 @@ def make_resources(model: Model, backend: Backend, world_size: int = 1) -> RankR
         ),
         device=model.device,
         model=model,
-        pool=FloatKvPool(model.layers, num_blocks, BLOCK_SIZE, model.dtype, model.device),
+        pool=FloatKvPool(
+            model.layers,
+            num_blocks,
+            BLOCK_SIZE,
+            model.dtype,
+            model.device,
+            states=make_states(model, len(CHUNKS) + ANSWER),
+        ),
         backend=backend,
         sampler=make_sampler(model.device, 1),
         last_ids=HostIds() if model.device == "cpu" else DeviceIds(1, model.device),

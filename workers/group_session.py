@@ -35,6 +35,7 @@ from workers.step.forward import ModelRunner, Peers
 from workers.step.gathered_prefill import PastBuilder
 from workers.step.inputs import InputBuilder
 from workers.step.last_tokens import LastTokens
+from workers.step.states import StateBuilder
 from workers.step.windows import WindowBuilder
 
 log = logging.getLogger("longleaf.rank")  # messages logged while a rank joins are shown to users
@@ -65,8 +66,8 @@ class GroupSession:
         config, model, pool, backend = means.config, means.model, means.pool, means.backend
         wire = PartialCodec(backend, getattr(torch, config.merge_dtype))
         self.peers = peers = self._make_peers(groups, wire, merges)
-        self._block_table = BlockTable(peers.rank, config.block_size)
-        self._sequences = RowState(config.block_size)
+        self._block_table = BlockTable(peers.rank, config.block_size, pool.window_block_size)
+        self._sequences = RowState(pool.window_block_size)
         inputs, model_runner = self._make_inputs(wire), ModelRunner(model, pool, backend, peers)
         drafts = DraftRollback(self._block_table, self._sequences, pool, backend)
         verifier = Verifier(model, self._block_table, config, peers)
@@ -105,6 +106,7 @@ class GroupSession:
             world_size=size,
             pasts=PastBuilder(block_table, pool, sharded, world_size=size, way=config.prefill, wire=wire),
             windows=WindowBuilder(block_table, windowed, world_size=size, device=pool.device) if windowed else None,
+            states=StateBuilder(block_table) if pool.states is not None else None,
             attributes_blocks=isinstance(self._resources.backend, AttributionBackend),
         )
 

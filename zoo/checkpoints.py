@@ -14,18 +14,20 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from zoo.families import Family, Refused, config_of
+from zoo.families import Family, Hybrid, Refused, config_of
 
 BEGIN, END, PAD = "<s>", "</s>", "<pad>"
 PAD_IDS = (2, 0)
 """Ids that a checkpoint's padding token may have; the first one is the default."""
+DECAYS = 0.01, 0.5
+"""Smallest and largest decay of recurrent states."""
 SINK = 8.0
 """Mean of the sinks of GPT-OSS: about the logsumexp of the scores that random weights give."""
 
 
 def make_checkpoint(
     folder: Path,
-    family: Family | Refused,
+    family: Family | Hybrid | Refused,
     *,
     seed: int = 0,
     num_layers: int = 4,
@@ -70,6 +72,9 @@ def make_checkpoint(
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             parameter.data += SINK
+        if name.endswith("A_log"):  # of recurrent states: slow decays, so that early tokens matter
+            decays = torch.linspace(*DECAYS, parameter.numel(), dtype=torch.float32)
+            parameter.data = decays.log().view_as(parameter)
     model.save_pretrained(folder)
     write_tokenizer(folder, family, special, vocab_size, max_positions, chat_template)
     return folder
@@ -84,7 +89,7 @@ def special_tokens(pad_token_id: int) -> list[str]:
 
 def write_tokenizer(
     folder: Path,
-    family: Family | Refused,
+    family: Family | Hybrid | Refused,
     special: list[str],
     vocab_size: int,
     max_positions: int,

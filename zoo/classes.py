@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from zoo.checkpoints import make_checkpoint, special_tokens, write_tokenizer
-from zoo.families import FAMILIES, LATENT_SIZES, REFUSED, SEEING, SPECIAL, Family, Refused
+from zoo.families import FAMILIES, HYBRIDS, LATENT_SIZES, REFUSED, SEEING, SPECIAL, Family, Hybrid, Refused
 
 KINDS: dict[str, type[PreTrainedConfig]] = {
     kind.model_type: kind for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING.keys(), key=lambda kind: kind.model_type)
@@ -43,6 +43,9 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     "num_experts_per_tok": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
     "num_key_value_heads": 2,
     "n_group": 1,
     "topk_group": 1,
@@ -122,9 +125,9 @@ NOT_ALONE: dict[str, str] = {
 """Why transformers makes no model of some classes."""
 
 
-def family_of(kind: type[PreTrainedConfig]) -> Family | Refused | None:
+def family_of(kind: type[PreTrainedConfig]) -> Family | Hybrid | Refused | None:
     """The first family of the zoo whose checkpoints have configs of this class."""
-    families = (*FAMILIES, *REFUSED)
+    families = (*FAMILIES, *HYBRIDS, *REFUSED)
     return next((name for name in families if (SEEING.get(name) or SPECIAL[name])[0] is kind), None)
 
 

@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 from transformers import (
     ApertusConfig,
     AXK1Config,
+    BailingHybridConfig,
+    BambaConfig,
     BloomConfig,
     Cohere2Config,
     CwmConfig,
@@ -33,11 +35,17 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     GraniteSWAConfig,
     HYV3Config,
+    JambaConfig,
     Kimi_K25Config,
+    KimiLinearConfig,
     Kolibri1Config,
     LagunaConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    Lfm3Config,
     Llama4Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -45,6 +53,7 @@ from transformers import (
     MambaConfig,
     MiMoV2FlashConfig,
     MiniCPM3Config,
+    MiniMaxConfig,
     MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
@@ -53,11 +62,15 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     MuseGlimmerConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoHybridConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -68,6 +81,7 @@ from transformers import (
     StableLmConfig,
     Step3p7Config,
     YoutuConfig,
+    Zamba2Config,
     ZayaConfig,
 )
 
@@ -128,14 +142,32 @@ Family = Literal[
     "mimo_v2_flash",
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)
+Hybrid = Literal[
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "olmo_hybrid",
+    "kimi_linear",
+    "bailing_hybrid",
+    "granitemoehybrid",
+    "bamba",
+    "nemotron_h",
+    "falcon_h1",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "jamba",
+]
+"""Families with recurrent states beside attention."""
+HYBRIDS: tuple[Hybrid, ...] = get_args(Hybrid)
 Refused = Literal[
     "diffllama",
     "doge",
     "bloom",
     "gptj",
     "mamba",
-    "falcon_h1",
-    "qwen3_next",
+    "minimax",
+    "zamba2",
     "recurrent_gemma",
     "zaya",
 ]
@@ -143,6 +175,7 @@ Refused = Literal[
 REFUSED: tuple[Refused, ...] = get_args(Refused)
 Text = Literal["mistral4_text"]
 """Models of text that are in the tests only behind one that sees images."""
+Name = Family | Hybrid | Refused | Text
 
 WINDOW = 256
 SECTION = 320
@@ -198,6 +231,35 @@ def _every_other(common: Common) -> list[int]:
     return [(i + 1) % 2 for i in range(common["num_hidden_layers"])]
 
 
+def _mostly_linear(common: Common) -> list[str]:
+    """As in most hybrid models, the last of four layers attends."""
+    return ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(common["num_hidden_layers"])]
+
+
+def _convolving(common: Common) -> list[str]:
+    return ["full_attention" if i % 2 else "conv" for i in range(common["num_hidden_layers"])]
+
+
+GATED_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+SHARED_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+}
+MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -236,7 +298,7 @@ GEMMA4: dict[str, Any] = {
 }
 """Wider heads in layers that see everything, and an embedding of the token for each layer."""
 
-SPECIAL: dict[Family | Refused | Text, tuple[type[PretrainedConfig], dict[str, Any | Callable[[Common], Any]]]] = {
+SPECIAL: dict[Name, tuple[type[PretrainedConfig], dict[str, Any | Callable[[Common], Any]]]] = {
     "llama": (LlamaConfig, {}),
     "llama2": (LlamaConfig, {"num_key_value_heads": lambda common: common["num_attention_heads"]}),
     "llama3.1": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
@@ -383,16 +445,102 @@ SPECIAL: dict[Family | Refused | Text, tuple[type[PretrainedConfig], dict[str, A
     "bloom": (BloomConfig, {}),
     "gptj": (GPTJConfig, {"rotary_dim": 8}),
     "mamba": (MambaConfig, {}),
-    "falcon_h1": (
-        FalconH1Config,
-        {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
+    "falcon_h1": (FalconH1Config, {**MAMBA2, "mamba_d_ssm": 128}),
+    "qwen3_next": (Qwen3NextConfig, {**GATED_DELTA, **SHARED_EXPERTS}),
+    "qwen3_5": (Qwen3_5TextConfig, GATED_DELTA),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, {**GATED_DELTA, **SHARED_EXPERTS}),
+    "olmo_hybrid": (OlmoHybridConfig, GATED_DELTA),
+    "kimi_linear": (
+        KimiLinearConfig,
+        {
+            **LATENT_SIZES,
+            "q_lora_rank": None,
+            "layer_types": _mostly_linear,
+            "n_group": 1,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+        },
     ),
-    "qwen3_next": (Qwen3NextConfig, {}),
+    "bailing_hybrid": (
+        BailingHybridConfig,
+        {
+            **LATENT_SIZES,
+            "layer_types": _mostly_linear,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "granitemoehybrid": (
+        GraniteMoeHybridConfig,
+        {
+            **MAMBA2,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "mamba_d_conv": 4,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+        },
+    ),
+    "bamba": (BambaConfig, {**MAMBA2, "attn_layer_indices": [1, 2]}),
+    "nemotron_h": (
+        NemotronHConfig,
+        {
+            "num_hidden_layers": None,
+            "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention", "full_attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+        },
+    ),
+    "lfm2": (Lfm2Config, {"layer_types": _convolving}),
+    "lfm2_moe": (
+        Lfm2MoeConfig,
+        {
+            "layer_types": _convolving,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "num_dense_layers": 1,
+        },
+    ),
+    "lfm3": (Lfm3Config, {"layer_types": _convolving}),
+    "jamba": (
+        JambaConfig,
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 16,
+            "mamba_dt_rank": 8,
+        },
+    ),
+    "minimax": (MiniMaxConfig, {**EXPERTS, "layer_types": _mostly_linear, "block_size": 32}),
+    "zamba2": (
+        Zamba2Config,
+        {
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "mamba_d_state": 16,
+            "mamba_headdim": 16,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 1,
+            "attention_head_dim": 32,
+        },
+    ),
     "recurrent_gemma": (RecurrentGemmaConfig, {"lru_width": 64}),
     "zaya": (ZayaConfig, {"num_experts": 4, "moe_intermediate_size": 32, "router_hidden_size": 32}),
 }
 """The config class of a family, and its special settings."""
-SEEING: dict[Family | Refused | Text, tuple[type[PretrainedConfig], Family | Text | dict[str, Any], dict[str, Any]]] = {
+SEEING: dict[Name, tuple[type[PretrainedConfig], Family | Text | dict[str, Any], dict[str, Any]]] = {
     "gemma3_images": (Gemma3Config, "gemma3", {"mm_tokens_per_image": 4}),
     "llama4_images": (Llama4Config, "llama4", {}),
     "mistral3": (Mistral3Config, "ministral3", {}),
@@ -438,7 +586,7 @@ VISION: dict[str, Any] = {
 """Settings of vision parts, which are not served."""
 
 
-def config_of(family: Family | Refused | Text, **common: Any) -> PretrainedConfig:
+def config_of(family: Name, **common: Any) -> PretrainedConfig:
     """The config of a family: `common` are settings of all families, under their transformers names."""
     if family in SEEING:
         kind, text, special = SEEING[family]

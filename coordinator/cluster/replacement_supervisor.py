@@ -199,8 +199,9 @@ def pinned(config: EngineConfig, ready: Ready) -> EngineConfig:
     """The configuration as the first start resolved it: next to running members, less memory would be free."""
     if config.kv_bytes is not None:
         return config
-    kv_bytes, window_bytes = ready.num_blocks * config.block_size * ready.bytes_per_token, None
-    if ready.windows is not None:
-        window_bytes = ready.windows.num_blocks * config.block_size * ready.windows.bytes_per_token
-        kv_bytes += window_bytes
-    return replace(config, kv_bytes=kv_bytes, window_bytes=window_bytes)
+    kv_bytes, windows = ready.num_blocks * config.block_size * ready.bytes_per_token, ready.windows
+    if windows is None:
+        return replace(config, kv_bytes=kv_bytes, window_bytes=None)
+    taken = windows.num_blocks * windows.block_size(config.block_size) * windows.bytes_per_token
+    field = "state_bytes" if windows.is_state else "window_bytes"
+    return replace(config, kv_bytes=kv_bytes + taken, **{field: taken})

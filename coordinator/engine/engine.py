@@ -342,6 +342,7 @@ class Engine:
             owner=path.segments[-1],
             block_size=self._config.block_size,
             full_layers=readies[0].full_layers,
+            has_states=readies[0].windows is not None and readies[0].windows.is_state,
         )
 
     def last_upload_id(self, context_id: str) -> str:

@@ -62,6 +62,7 @@ def view_cluster(
     readies = epoch.formation.readies
     resident, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
     size, gone = config.block_size, {loss.member for loss in losses}
+    has_states = readies[0].windows is not None and readies[0].windows.is_state
     workers = view_workers(epoch.formation, gone, resident, windowed, size)
     return types.Cluster(
         model=types.ModelInfo(name=""),
@@ -81,8 +82,8 @@ def view_cluster(
         is_exact=not exactness_note,
         exactness_note=exactness_note,
         window_keys=config.window_keys,
-        window_tokens=windowed,
-        max_window_tokens=max_window_tokens(readies[0], size),
+        window_tokens=0 if has_states else windowed,
+        max_window_tokens=0 if has_states else max_window_tokens(readies[0], size),
         losses=tuple(losses),
         drafting=view_drafting(scheduler.drafts),
     )
@@ -139,8 +140,8 @@ def view_worker(
 
 
 def max_window_tokens(ready: Ready, block_size: int) -> int:
-    """Capacity of a rank's window pool in tokens."""
-    return ready.windows.num_blocks * block_size if ready.windows else 0
+    """Capacity of a rank's window pool in tokens, or in recurrent states."""
+    return ready.windows.num_blocks * ready.windows.block_size(block_size) if ready.windows else 0
 
 
 def _kv_bytes(ready: Ready, num_tokens: int, num_windowed: int) -> int:

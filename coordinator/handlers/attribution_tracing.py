@@ -82,6 +82,8 @@ class AttributionTracer:
         NotFound."""
         self._engine, self._charge = engine, charge
         self._spans = spans_of(self._provenance, engine.attribution_context(self._context))
+        if self._provenance.confirm and self._spans.context.has_states:
+            raise InvalidArgument("provenance.confirm", engine_messages.STATES_HIDE_NOTHING)
         self._text = texts(self._context)
         room = engine.answer_room(self._context, 0, 1, is_whole=prompt.is_whole)
         self._room = max(room, len(prompt.token_ids) + prompt.sampling.max_tokens)

@@ -59,7 +59,8 @@ class BlockPlacer:
         self.block_size = block_size
         self.windows = windows
         self.pools = tuple(BlockAllocator(n) for n in num_blocks)
-        self.window_pool = WindowBlockPool(windows, block_size)
+        self.window_block_size = block_size if windows is None else windows.block_size(block_size)
+        self.window_pool = WindowBlockPool(windows, self.window_block_size)
         self.num_reserved = BlockCount()
 
     @property
@@ -149,7 +150,8 @@ class BlockPlacer:
         """
         if self.windows is None:
             return ()
-        stored_from = max(start, self.windows.first(end)) if is_chunk else start
+        is_last_only = is_chunk or self.windows.is_state
+        stored_from = max(start, self.windows.first(end)) if is_last_only else start
         return self._advance_windows(runs, start, (stored_from, end), reservation)
 
     def recompute_windows(
@@ -232,7 +234,7 @@ class BlockPlacer:
 
     def place_windows(self, ranges: Iterable[tuple[int, int]], reservation: Reservation) -> tuple[Run, ...]:
         """Window runs that cover all of the given ranges. Raises as `place_restored`."""
-        parts = [(start, end, ceil_div(end - start, self.block_size)) for start, end in ranges]
+        parts = [(start, end, ceil_div(end - start, self.window_block_size)) for start, end in ranges]
         self._spend(reservation, BlockCount(windows=sum(count for *_, count in parts)))
         return tuple(Run(EVERY_RANK, start, end, self.window_pool.allocate(count)) for start, end, count in parts)
 

@@ -126,6 +126,11 @@ class NamedContext:
             changes["expires"] = now + changes.pop("ttl")
         self.record = replace(self.record, **changes)
 
+    def keep_segment_ends(self) -> None:
+        """Drops ends within segments, where no recurrent states are held."""
+        segment_ends = {end for _, _, end in self.path.parts()}
+        self.record = replace(self.record, ends=tuple(end for end in self.ends if end in segment_ends))
+
     def audit(self, placements: SegmentPlacements) -> None:
         """Asserts that there are tokens, that all of them are in sealed segments, and that the context can continue at
         its ends."""
@@ -274,6 +279,8 @@ class ContextTable:
 
     def adopt(self, context: NamedContext) -> None:
         """Adds a restored context. Its segments are adopted already, and none of their keys are held."""
+        if (windows := self._segments.placements.windows) is not None and windows.is_state:
+            context.keep_segment_ends()
         self._register(context)
         self.evict(context)
         self.mark_used(context)
@@ -316,12 +323,13 @@ class ContextTable:
                 message = f"contexts/{context.id} is being recomputed after a loss; it cannot be cut at {position:,}"
                 raise Unavailable(message, RETRY_SECONDS)
             return
-        why = "with --window-keys replicated, a context can be forked only where one of its"
+        who = "a model with recurrent states" if windows.is_state else "--window-keys replicated"
+        why = f"with {who}, a context can be forked only where one of its"
         where = f"last {LAST_ENDS} documents ended (at {_one_of(context.ends)})"
         sections = " or a section begins" if windows.stride else ""
         nearest = _one_of((below, above) if below else (above,))
-        remedy = "with --window-keys sharded, any position is allowed"
-        raise InvalidArgument("token_count", f"{position:,}: {why} {where}{sections}, nearest at {nearest}; {remedy}")
+        remedy = "" if windows.is_state else "; with --window-keys sharded, any position is allowed"
+        raise InvalidArgument("token_count", f"{position:,}: {why} {where}{sections}, nearest at {nearest}{remedy}")
 
     def delete(self, context_id: str) -> None:
         """Raises NotFound. Running sequences on the context keep its segments until they end."""

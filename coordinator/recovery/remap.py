@@ -142,7 +142,7 @@ class _Rolled:
         loss, end = placement.loss, placement.segment.end
         assert loss is not None
         kept_from = self._first_seen(placement)
-        size, pool = self._placer.block_size, self._placer.window_pool
+        size, pool = self._placer.window_block_size, self._placer.window_pool
         loss.windows_from = kept_from
         loss.window_blocks = ceil_div(end - max(kept_from, loss.first), size) + 1
         if not placement.segment.is_sealed:  # a document that is still being ingested

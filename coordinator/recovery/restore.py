@@ -386,7 +386,7 @@ class RestorePlanner:
     def _window_ranges(self, one: _SegmentRestore) -> list[Range]:
         """The window ranges to restore: whole blocks of the window piece, starting with the block that contains the
         first visible position."""
-        size, found = self._placer.block_size, list[Range]()
+        size, found = self._placer.window_block_size, list[Range]()
         for low, high in one.windows.runs if one.windows else ():
             first = low + max(0, one.loss.windows_from - low) // size * size
             if first < high:
@@ -401,7 +401,7 @@ class RestorePlanner:
         assert reservation is not None
         ranges = self._window_ranges(one)
         seen = _common(ranges, [(min(end, loss.windows_from), end)])
-        num_blocks = sum(ceil_div(high - low, self._placer.block_size) for low, high in ranges)
+        num_blocks = sum(ceil_div(high - low, self._placer.window_block_size) for low, high in ranges)
         is_whole = sum(high - low for _, found in one.left for low, high in found) == loss.num_tokens
         is_seen = sum(high - low for low, high in seen) == end - min(end, loss.windows_from)
         return is_whole and is_seen and num_blocks <= reservation.left.windows

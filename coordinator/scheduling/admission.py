@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from coordinator.engine_messages import DocumentPrompt, Prompt, SchedulingParams
+from coordinator.engine_messages import STATES_HIDE_NOTHING, DocumentPrompt, Prompt, SchedulingParams
 from coordinator.kv_cache.block_placer import BlockCount
 from coordinator.kv_cache.contexts import ContextTable, NamedContext
 from coordinator.kv_cache.positions import UNLIMITED, RopeSwitch
@@ -141,7 +141,10 @@ class Admission:
             ):
                 raise NotFound(f"contexts/{prompt.context}")
             path = path.cut(beginning.end)
+        windows = self._segments.placements.windows
         for i, (start, end) in enumerate(prompt.hidden):
+            if windows is not None and windows.is_state:
+                raise InvalidArgument(f"hidden[{i}]", STATES_HIDE_NOTHING)
             if end > path.end:
                 message = f"tokens {start:,} to {end:,} are not in the context, which has {path.end:,}"
                 raise InvalidArgument(f"hidden[{i}]", message)

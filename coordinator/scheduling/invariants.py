@@ -70,7 +70,7 @@ def _audit_seams(placements: SegmentPlacements, placer: BlockPlacer, places: Ite
     for placement in placements:
         if placer.windows and placement.segment.is_sealed and placement.window_runs and placement.loss is None:
             first = placer.windows.first(min(placement.seams))
-            assert all(min(run.start + placer.block_size, run.end) > first for run in placement.window_runs)
+            assert all(min(run.start + placer.window_block_size, run.end) > first for run in placement.window_runs)
 
 
 def audit_jobs(waiting: tuple[Job, ...], running: tuple[Job, ...], under_way: set[int]) -> None:

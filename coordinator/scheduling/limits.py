@@ -56,9 +56,17 @@ class JobLimits:
         sizes = [placement.loss.num_tokens for placement in self._placements.with_losses if placement.loss]
         return BlockCount(windows=max(map(self._placer.window_pool.chunk_blocks, sizes), default=0))
 
+    @property
+    def least_rows(self) -> int:
+        """Minimum number of last tokens of a prompt that are computed as rows. Some recurrent states (Nemotron-H)
+        advance by another formula with one row than with several, and `generate` computes prompts with several."""
+        windows = self._placer.windows
+        return 2 if windows is not None and windows.is_state else 1
+
     def num_prefill(self, num_tokens: int, num_samples: int, num_rows: int = 1) -> int:
         """How many of the `num_tokens` uncached tokens of a prompt are processed in chunks: all but the last
         `num_rows`, which are computed for each sample, or none of a short prompt of one sample."""
+        num_rows = max(num_rows, self.least_rows)
         has_chunks = num_samples > 1 or num_tokens >= self._config.replicate_below
         return max(0, num_tokens - num_rows) if has_chunks else 0
 
@@ -113,6 +121,10 @@ class JobLimits:
         if needed.sharded > total.sharded:
             return f"the pool of all ranks has {total.sharded * size:,} tokens in blocks of {size:,}"
         if needed.windows > total.windows:
+            size, windows = self._placer.window_block_size, self._placer.windows
+            if windows is not None and windows.is_state:
+                there = f"the state pool has {total.windows:,} recurrent states"
+                return f"{there}, and {needed.windows:,} are needed: serve with more --state-bytes"
             resident = f"the window pool has {total.windows * size:,} tokens in blocks of {size:,}"
             return f"{resident}, and {needed.windows * size:,} are needed: serve with more --window-bytes"
         return ""
@@ -120,24 +132,27 @@ class JobLimits:
     def check_room(self, needed: BlockCount, in_use: BlockCount, retry_seconds: float | None) -> None:
         """Raises ResourceExhausted unless a job fits beside the held blocks. `retry_seconds` is None if it will never
         fit."""
-        size, total = self._placer.block_size, self._placer.num_blocks
+        total, windows = self._placer.num_blocks, self._placer.windows
+        noun = "window" if windows is None else windows.noun
         pools = {
             "pool": (needed.sharded, total.sharded, in_use.sharded),
-            "window pool": (needed.windows, total.windows, in_use.windows),
+            f"{noun} pool": (needed.windows, total.windows, in_use.windows),
         }
         for pool, counts in pools.items():
+            size = self._placer.block_size if pool == "pool" else self._placer.window_block_size
             tokens, room, taken = (count * size for count in counts)
             if tokens + taken <= room:
                 continue
-            more = ", or serve with more --window-bytes" if pool == "window pool" else ""
+            more = "" if pool == "pool" else f", or serve with more --{noun}-bytes"
+            units = "recurrent states" if pool == "state pool" else "tokens"
             # The number of kept tokens is reported to admins only: it would reveal the usage of other tenants.
-            retained = f"{tokens:,} tokens are needed, and contexts use too many of {room:,}"
+            retained = f"{tokens:,} {units} are needed, and contexts use too many of {room:,}"
             text = f"{retained}; delete a context{more}"
             if self.may_grow:
                 message = f"{retained} until a lost rank is replaced"
                 raise ResourceExhausted(pool, message, retry_seconds or REPLACED_SECONDS)
             if retry_seconds is not None:
-                text = f"{tokens:,} tokens are needed, and contexts and running generations use too many of {room:,}"
+                text = f"{tokens:,} {units} are needed, and contexts and running generations use too many of {room:,}"
             raise ResourceExhausted(pool, text, retry_seconds)
 
     def num_blocks(self, prefill: PrefillCursor, max_tokens: int, num_tails: int) -> BlockCount:

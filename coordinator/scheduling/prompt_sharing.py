@@ -25,7 +25,8 @@ class Sharing:
         """
         if isinstance(job, SequenceJob) and job.is_sharing:
             origin, tenant = job.request.origin, job.request.scheduling.tenant
-            self._reuse(job, self._segments.match(job.prefill.token_ids[:-1], job.rope, tenant, origin))
+            reusable = job.prefill.token_ids[: -self._limits.least_rows]
+            self._reuse(job, self._segments.match(reusable, job.rope, tenant, origin))
             if job.prefill.path.end > origin.end and (reservation := self._reserve(job)):
                 return reservation
             self._reuse(job, origin)

@@ -104,7 +104,9 @@ class Scheduler:
         self._admission = Admission(
             config, limits, self.contexts, self.segments, self._requests, self.speeds, can_evict=is_durable
         )
-        self._drafter = drafter or Drafter(config.max_rows, config.max_draft_tokens, config.block_size)
+        has_states = placer.windows is not None and placer.windows.is_state
+        max_drafts = 0 if has_states else config.max_draft_tokens  # refused drafts cannot be removed from a state
+        self._drafter = drafter or Drafter(config.max_rows, max_drafts, config.block_size)
         self._planner = Planner(config, placer, self.segments, self.speeds, self.recovery, self._drafter, epoch)
         self._queue = Queue()
         self._lifecycle = JobLifecycle(

@@ -223,7 +223,7 @@ class SequenceJob(Job):
             index = -1 if self.prompt.is_probe else index
             rope, more = self.rope, (self._spans(), self.hidden, self.prompt.num_scored)
             return Row(self.id, tail.path_ids, start, sent, runs, index, terms, num_reference, rope, window_runs, *more)
-        window_runs = window_runs and row_delta(known, window_runs, placer.block_size)
+        window_runs = window_runs and row_delta(known, window_runs, placer.window_block_size)
         return Row(self.id, (), start, (), runs, index, None, num_reference, OWN_ROPE, window_runs)
 
     def _terms(self) -> SamplingTerms:

@@ -90,6 +90,14 @@ def check(
             metavar="BYTES",
         ),
     ] = None,
+    state_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="For models with recurrent states: the part of --kv-bytes for them.",
+            show_default="enough for --max-sequences, at most half",
+            metavar="BYTES",
+        ),
+    ] = None,
     max_sequences: Annotated[
         int, typer.Option(help="Maximum number of concurrent generations.")
     ] = _DEFAULTS.max_sequences,
@@ -135,6 +143,7 @@ def check(
         kv_bytes=kv_bytes,
         window_keys="replicated" if window_bytes is not None else "sharded",
         window_bytes=window_bytes,
+        state_bytes=state_bytes,
         max_sequences=max_sequences,
         block_size=block_size,
         dtype=dtype,
@@ -217,6 +226,9 @@ def show(found: ModelReport, *, is_running: bool) -> None:
     trained = attention.trained or text.max_positions
     sizes.add_row("trained for", f"{trained:,} tokens" if trained else "not in the config")
     sizes.add_row("keys and values", f"{human_bytes(attention.bytes_per_token)} per token")
+    if (states := attention.states) is not None:
+        layers = f"{len(states.layers)} layers, {spans(states.layers)}"
+        sizes.add_row("recurrent states", f"{human_bytes(states.num_bytes)} for each end of a context ({layers})")
     if attention.replicated is not None:
         per_token, per_window = map(human_bytes, msgspec.structs.astuple(attention.replicated))
         message = f"{per_token} per token, and {per_window} on each rank for each end of a context"
@@ -311,6 +323,8 @@ def _plan_summary(plan: CapacityPlan, is_running: bool) -> str:
     ranks = count_ranks(len(plan.rooms))
     where = f"on the running {ranks}" if is_running else f"on {ranks}"
     ends = f"; {plan.ends:,} ends of contexts, {plan.window_tokens:,} tokens on each rank" if plan.ends else ""
+    if plan.num_states:
+        ends = f"; {plan.num_states:,} recurrent states on each rank, for ends of contexts and generations"
     if plan.is_unlimited:
         return f"any number of tokens {where}{ends}"
     sizes = {(room.kv_bytes, room.tokens) for room in plan.rooms}

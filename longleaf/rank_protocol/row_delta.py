@@ -12,6 +12,7 @@ class RowState:
     """For each sequence that is not released, the fields with which a rank completes later rows."""
 
     def __init__(self, block_size: int) -> None:
+        """`block_size`: that of window runs."""
         self._block_size = block_size
         self._sent: dict[int, Row] = {}
         """By sequence, a row with the fields that later rows omit."""

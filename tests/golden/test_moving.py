@@ -48,6 +48,7 @@ def ids_of(segments: Sequence[tuple[str, str, int]]) -> dict[str, str]:
 
 CASES = [
     pytest.param("gemma3", {"window_keys": "replicated"}, {"window_keys": "replicated"}, True, id="windows"),
+    pytest.param("falcon_h1", {}, {}, True, id="states", marks=pytest.mark.extended),
     pytest.param("llama", {}, {"kv_dtype": "int8"}, False, id="other-dtype", marks=pytest.mark.slow),
     pytest.param("llama", {}, {}, True, id="llama", marks=pytest.mark.slow),
     pytest.param("llama", {"kv_dtype": "int8"}, {"kv_dtype": "int8"}, True, id="int8", marks=pytest.mark.slow),

@@ -15,6 +15,8 @@ CUT = 300
 CASES = [
     pytest.param("llama", (2, 3), {}, id="llama", marks=pytest.mark.slow),
     pytest.param("gemma3", (3, 2), {"window_keys": "replicated"}, id="windows"),
+    pytest.param("lfm2", (2, 3), {}, id="states"),
+    pytest.param("qwen3_next", (3, 1), {}, id="recurrent", marks=pytest.mark.slow),
     pytest.param("llama", (3, 1), {"kv_dtype": "int8"}, id="int8", marks=pytest.mark.slow),
     pytest.param("deepseek_v3", (1, 2), {}, id="latents", marks=pytest.mark.slow),
     pytest.param("gemma3", (2, 3), {}, id="windows-sharded", marks=pytest.mark.slow),
@@ -71,3 +73,23 @@ async def test_what_is_damaged_is_read_again_and_the_rest_comes_back(goldens, tm
     async with serving(tmp_path, config) as third:
         assert await answer(third.engine, golden.prompt[CONTEXT_LEN:], "book") == golden.tokens
         assert third.num_restored == CONTEXT_LEN
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["windows", "piece"])
+async def test_a_damaged_state_is_never_used(goldens, tmp_path, caplog, kind):
+    """A document whose state, or one of whose keys, is damaged is recomputed as a whole."""
+    golden = goldens("lfm2")
+    config = config_for(golden.folder, chunk_size=200, merge="gather", world_size=2, kv_bytes=8 << 20)
+    async with serving(tmp_path, config) as first:
+        await ingest(first.engine, "book", golden.prompt[:CUT])
+        await ingest(first.engine, "book", golden.prompt[CUT:CONTEXT_LEN])
+        await first.save()
+    damaged = sorted(tmp_path.rglob(f"{kind}-*.safetensors"))[-1]
+    content = bytearray(damaged.read_bytes())
+    content[-100] ^= 1
+    damaged.write_bytes(content)
+    async with serving(tmp_path, config) as second:
+        assert await answer(second.engine, golden.prompt[CONTEXT_LEN:], "book") == golden.tokens
+        assert second.num_restored in (CUT, CONTEXT_LEN - CUT)
+        assert "is damaged; recomputing the tokens" in caplog.text

@@ -14,7 +14,7 @@ from tests.support.golden.asking import MAX_TOKENS, answer, ask, compare, ingest
 from tests.support.golden.loaded_engine import BOUNDS, engine_with_context
 from tests.support.golden.plain import LOGIT_TOLERANCE, NEW_TOKENS
 from tests.support.golden.rounding import plain_logits, served_logits
-from tests.support.golden.states import CONTEXT_LEN, STATES, Logits, running
+from tests.support.golden.states import AT_ENDS, CONTEXT_LEN, Logits, running
 from tests.support.thinned import thinned
 from tests.support.threads import ThreadRanks, config_for
 from workers.kv_cache import pools
@@ -37,25 +37,7 @@ CHUNK_SIZES = (64, 300, 4096)
 """Several chunks in a window, about one, several windows in a chunk."""
 
 
-async def forked(engine, prompt):
-    """Forks at the ends of segments, because the windows within them are gone. The later tokens are wrong, and other
-    owners are deleted.
-    """
-    wrong = prompt[::-1]
-    await ingest(engine, "trunk", prompt[:411])
-    await ingest(engine, "trunk", wrong[:150])
-    await engine.fork_context("trunk", "branch", 411)
-    await ingest(engine, "branch", prompt[411:650])
-    await ingest(engine, "branch", wrong[:10])
-    await engine.fork_context("branch", "twig", 650)
-    await engine.delete_context("trunk")
-    await engine.delete_context("branch")
-    await ingest(engine, "twig", prompt[650:CONTEXT_LEN])
-    return [await answer(engine, prompt[CONTEXT_LEN:], "twig")]
-
-
-REPLICATED = {**STATES, "forked": forked}
-EVERY_WAY = list(itertools.product((1, 2, 3, 4), CHUNK_SIZES, REPLICATED))
+EVERY_WAY = list(itertools.product((1, 2, 3, 4), CHUNK_SIZES, AT_ENDS))
 COVER = [(family, *EVERY_WAY[(7 * i) % len(EVERY_WAY)]) for i, family in enumerate(FAMILIES * 2)]
 """Every family twice; steps of 7 meet every world size, chunk size and state in either half, of which the default run
 takes the first."""
@@ -68,14 +50,14 @@ def replicated(golden, **settings):
 async def check_row(golden, world_size, chunk_size, state):
     logits = Logits()
     async with running(replicated(golden, world_size=world_size, chunk_size=chunk_size), logits.watch) as engine:
-        answers = await REPLICATED[state](engine, golden.prompt)
+        answers = await AT_ENDS[state](engine, golden.prompt)
     assert answers == [golden.tokens] * len(answers)
     difference = (logits.first(NEW_TOKENS) - golden.logits_TV).abs().max()
     assert difference <= LOGIT_TOLERANCE * golden.logits_TV.std()
 
 
 def test_the_cover_covers():
-    for factor, values in ((0, FAMILIES), (1, (1, 2, 3, 4)), (2, CHUNK_SIZES), (3, REPLICATED)):
+    for factor, values in ((0, FAMILIES), (1, (1, 2, 3, 4)), (2, CHUNK_SIZES), (3, AT_ENDS)):
         for rows in (COVER[: len(FAMILIES)], COVER[len(FAMILIES) :]):
             assert {way[factor] for way in rows} == set(values)
 

@@ -155,7 +155,7 @@ class DurableMachine(RecoveringMachine):
         self._start_ranks(num_blocks, self.block_size, self.windows)
         self.epoch = epoch
         self.plans.clear()
-        self.sequences = RowState(self.block_size)
+        self.sequences = RowState(self.placer.window_block_size)
         self.scheduler = self._make_scheduler(epoch)
         revive(old, self.scheduler, self.next_segment)
         self.num_ended = self.num_submitted

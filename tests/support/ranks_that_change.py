@@ -39,7 +39,7 @@ class Group(Bench):
         num_blocks = (self.placer.pools[0].num_blocks,) * len(before)
         self.scheduler.job_recovery.change_ranks(RankMapping(self.epoch, before, num_blocks), may_grow=may_grow)
         self.keys.set_layout(self.scheduler.segments.layout())
-        self.sequences = RowState(self.config.block_size)
+        self.sequences = RowState(self.placer.window_block_size)
         self._see(self.scheduler.pop_outcomes())
         self._check()
 

@@ -111,7 +111,7 @@ class RecoveringMachine(SchedulerMachine):
             RankMapping(self.epoch, tuple(before), tuple(self.num_blocks)), may_grow=may_grow
         )
         self.keys.set_layout(self.scheduler.segments.layout())
-        self.sequences = RowState(self.block_size)
+        self.sequences = RowState(self.placer.window_block_size)
         self.is_between, self.may_grow = False, may_grow
         self._look()
 

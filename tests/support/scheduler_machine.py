@@ -116,6 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scaled_from: int = 0,
     ) -> None:
         self.rotary = Rotary(kind="longrope", scaled_from=scaled_from)
+        has_states = windows is not None and windows.is_state
         config = EngineConfig(
             model="none",
             chunk_size=chunk_size,
@@ -123,7 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             replicate_below=replicate_below,
             max_sequences=max_sequences,
             max_waiting=max_waiting,
-            max_draft_tokens=max_drafts,
+            max_draft_tokens=0 if has_states else max_drafts,
         )
         self.config = config
         self.drafter = RandomDrafter(config, kind)
@@ -131,7 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.max_unread = config.max_sequences + config.max_waiting
         self.placer = BlockPlacer(blocks, block_size, windows)
         self.scheduler = self._make_scheduler(1)
-        self.sequences = RowState(block_size)
+        self.sequences = RowState(self.placer.window_block_size)
         self._start_ranks(blocks, block_size, windows)
         self.plans: deque[StepPlan] = deque()
         self.now = 0.0

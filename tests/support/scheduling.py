@@ -59,7 +59,7 @@ class Bench:
         self.scheduler = Scheduler(
             self.config, self.placer, positions, 1, max_moved_blocks, is_durable=is_durable, drafter=drafter
         )
-        self.sequences = RowState(self.config.block_size)
+        self.sequences = RowState(self.placer.window_block_size)
         self.block_table = EchoBlockTable(self.config.block_size)
         self.shadow_window_cache = ShadowWindowCache(windows, self.config.block_size) if windows else None
         self.seen: dict[int, list[Event | Failed | Sealed | Acknowledged | LongleafError]] = {}

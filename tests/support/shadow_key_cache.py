@@ -47,6 +47,7 @@ class ShadowKeyCache:
 
     def __init__(self, num_ranks: int, block_size: int, windows: WindowSpec | None) -> None:
         self._block_size = block_size
+        self._window_block_size = block_size if windows is None else windows.block_size(block_size)
         self._windows = windows
         self.members = list(range(num_ranks))
         """By rank."""
@@ -100,13 +101,17 @@ class ShadowKeyCache:
                 self._keys[member, True, slot] = None
 
     def _from(self, run: Run, start: int) -> Run:
-        skipped = max(0, start - run.start) // self._block_size
+        size = self._size(run)
+        skipped = max(0, start - run.start) // size
         if start >= run.end:
             return Run(run.rank, run.end, run.end, ())
-        inside = max(0, start - run.start) % self._block_size
-        first = run.start + skipped * self._block_size
+        inside = max(0, start - run.start) % size
+        first = run.start + skipped * size
         whole = Run(run.rank, first, run.end, run.blocks[skipped:])
-        return whole if not inside else Run(run.rank, first + self._block_size, run.end, whole.blocks[1:])
+        return whole if not inside else Run(run.rank, first + size, run.end, whole.blocks[1:])
+
+    def _size(self, run: Run) -> int:
+        return self._window_block_size if run.rank == EVERY_RANK else self._block_size
 
     # --- plans ---
 
@@ -281,7 +286,8 @@ class ShadowKeyCache:
     def _keep_windows(self, work: Prefill | Row, chain: list[Key], end: int) -> None:
         assert self._windows is not None
         book, start = self.books[work.path[-1]], work.start
-        seen_from = max(start, self._windows.first(end)) if isinstance(work, Prefill) else start
+        is_last_only = isinstance(work, Prefill) or self._windows.is_state
+        seen_from = max(start, self._windows.first(end)) if is_last_only else start
         resident = {position for run in book.window_runs for position in range(run.start, run.end)}
         assert resident.issuperset(range(seen_from, end))
         for position in (position for position in resident if start <= position < end):
@@ -326,8 +332,9 @@ class ShadowKeyCache:
         self._keys[self.members[run.rank], False, self._slot(run, position)] = key
 
     def _slot(self, run: Run, position: int) -> int:
-        number, rest = divmod(position - run.start, self._block_size)
-        return run.blocks[number] * self._block_size + rest
+        size = self._size(run)
+        number, rest = divmod(position - run.start, size)
+        return run.blocks[number] * size + rest
 
     def _slots(self, run: Run) -> Iterable[int]:
         return (self._slot(run, position) for position in range(run.start, run.end))

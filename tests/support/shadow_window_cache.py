@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from longleaf.positions import EVERY_RANK, AttentionSpan, WindowSpec
+from longleaf.positions import EVERY_RANK, STATE_SPAN, AttentionSpan, WindowSpec
 from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan
 from longleaf.runs import Run, until
 
@@ -13,8 +13,10 @@ REACHES = st.lists(
 
 
 def windows_of(least: int, most: int) -> st.SearchStrategy[WindowSpec]:
-    """Windows and sections, at least one, in a pool of `least` to `most` blocks."""
-    return st.builds(WindowSpec, reaches=REACHES, num_blocks=st.integers(least, most))
+    """Windows and sections, at least one, or recurrent states, in a pool of `least` to `most` blocks."""
+    sizes = st.integers(least, most)
+    states = st.builds(WindowSpec, reaches=st.just((STATE_SPAN,)), num_blocks=sizes, is_state=st.just(True))
+    return st.builds(WindowSpec, reaches=REACHES, num_blocks=sizes) | states
 
 
 class ShadowWindowCache:
@@ -22,7 +24,7 @@ class ShadowWindowCache:
 
     def __init__(self, windows: WindowSpec, block_size: int) -> None:
         self._windows = windows
-        self._block_size = block_size
+        self._block_size = windows.block_size(block_size)
         self._runs: dict[int, tuple[Run, ...]] = {}
         self._starts: dict[int, int] = {}
         self._slots: dict[int, tuple[int, int]] = {}
@@ -44,7 +46,8 @@ class ShadowWindowCache:
         self._starts.setdefault(segment, start)
         self._runs[segment] = work.window_runs
         self._check_runs(work.window_runs)
-        first = max(start, self._windows.first(end)) if isinstance(work, Prefill) else start
+        is_last_only = isinstance(work, Prefill) or self._windows.is_state
+        first = max(start, self._windows.first(end)) if is_last_only else start
         for position in range(first, end):
             self._slots[self._slot(segment, position)] = (segment, position)
 

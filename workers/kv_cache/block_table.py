@@ -80,9 +80,11 @@ class BlockTable:
     that are replicated on every rank is EVERY_RANK.
     """
 
-    def __init__(self, rank: int, block_size: int) -> None:
+    def __init__(self, rank: int, block_size: int, window_block_size: int | None = None) -> None:
+        """`window_block_size`: that of runs of EVERY_RANK, if it is another one."""
         self.rank = rank
         self._block_size = block_size
+        self._window_block_size = window_block_size or block_size
         self._slots: dict[int, dict[int, SegmentSlots]] = {}
         self._starts: dict[int, int] = {}
 
@@ -93,8 +95,14 @@ class BlockTable:
         self._starts.setdefault(segment, runs[0].start)
         resident = self._slots.setdefault(segment, {})
         resident.pop(EVERY_RANK, None)
-        for run in (*runs, *window_runs):
-            resident.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
+        self._put(resident, (*runs, *window_runs))
+
+    def _put(self, resident: dict[int, SegmentSlots], runs: Iterable[Run]) -> None:
+        for run in runs:
+            resident.setdefault(run.rank, SegmentSlots()).put(run, self._size(run.rank))
+
+    def _size(self, rank: int) -> int:
+        return self._window_block_size if rank == EVERY_RANK else self._block_size
 
     def replace(self, segments: Sequence[SegmentLayout]) -> None:
         """Replaces the whole table by a layout."""
@@ -102,8 +110,7 @@ class BlockTable:
         for segment in segments:
             self._starts[segment.segment] = segment.start
             resident = self._slots[segment.segment] = dict[int, SegmentSlots]()
-            for run in (*segment.runs, *segment.window_runs):
-                resident.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
+            self._put(resident, (*segment.runs, *segment.window_runs))
 
     def move(self, transfers: Sequence[RunTransfer]) -> None:
         """Records runs at their new places. Raises ValueError, without any change, if a run is not held at its old
@@ -131,8 +138,7 @@ class BlockTable:
         resident = self._slots.setdefault(segment, {})
         if window_runs:
             resident.pop(EVERY_RANK, None)
-        for run in (*runs, *window_runs):
-            resident.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
+        self._put(resident, (*runs, *window_runs))
 
     def check_free(self, segment: int, start: int, runs: Sequence[Run]) -> None:
         """Raises ValueError if positions of a segment are held already, one occurs twice, or the segment starts
@@ -151,7 +157,7 @@ class BlockTable:
     def holds(self, segment: int, run: Run) -> bool:
         """Whether a run is held, in these blocks."""
         there = self.resident_extents(segment, run.start, run.end, run.rank) if segment in self._slots else ()
-        return slots_of(there) == slots_of(extents(run, self._block_size))
+        return slots_of(there) == slots_of(extents(run, self._size(run.rank)))
 
     def cut_back(self, segment: int, end: int) -> None:
         """Drops the positions of a segment from `end` on, on all ranks: refused drafts, or tokens that were computed

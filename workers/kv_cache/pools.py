@@ -9,11 +9,12 @@ from longleaf import resources
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
 from longleaf.formatting import human_bytes
-from longleaf.positions import UNLIMITED_TOKENS, WindowSpec
+from longleaf.positions import STATE_SPAN, UNLIMITED_TOKENS, WindowSpec
 from longleaf.runs import ceil_div
 from longleaf.topology import count_ranks
 from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.slots import FloatKvPool
+from workers.kv_cache.states import StatePool
 from workers.kv_cache.workspace_estimate import workspace
 from workers.model import model as models
 from workers.model.model import LayerSpec
@@ -22,13 +23,17 @@ log = logging.getLogger("longleaf.pools")  # messages logged while a rank starts
 
 FREE_MEMORY_SHARE = 0.4
 """Default share of a machine's free memory that its ranks use for keys and values."""
+STATES_PER_SEQUENCE = 5
+"""Default number of recurrent states per sequence that may run: two for its prompt, two for its answer, and one at the
+end of a context.
+"""
 CONTEXT = 1 << 29
 """Bytes of a GPU that CUDA takes for each process, which torch does not count: some hundred MiB, at the upper end."""
 
 
 def windowed_layers(model: models.Model, config: EngineConfig) -> dict[int, LayerSpec]:
     """Layers whose keys are replicated on every rank."""
-    if config.window_keys == "sharded":
+    if config.window_keys == "sharded" or model.mixers is not None:
         return {}
     return {i: spec for i, spec in model.layers.items() if not spec.reach.is_full}
 
@@ -50,25 +55,39 @@ def make_pool(
     if model.device != "cpu":
         check_spare_bytes(model, kv_bytes, memory_of(model.device).free)
     num_blocks, windows = share_out(model, config, kv_bytes)
+    if model.mixers is not None and config.window_keys == "replicated":
+        log.warning("window_keys: not replicated beside recurrent states, so all keys are sharded")
+    if model.mixers is not None and config.max_draft_tokens:
+        log.warning("drafts: off, because refused drafts cannot be removed from recurrent states")
     num_window_blocks = windows and windows.num_blocks
     kind = QuantizedPool if config.kv_dtype == "int8" else FloatKvPool
     size, dtype, device = config.block_size, model.dtype, model.device
     try:
-        return kind(model.layers, num_blocks, size, dtype, device, num_window_blocks), windows
+        states = make_states(model, windows.num_blocks) if windows is not None and windows.is_state else None
+        num_separate = None if states is not None else num_window_blocks
+        return kind(model.layers, num_blocks, size, dtype, device, num_separate, states), windows
     except RuntimeError as error:
         raise StartError(f"kv_bytes: a pool of {num_blocks:,} blocks cannot be allocated: {error}") from error
+
+
+def make_states(model: models.Model, num_states: int) -> StatePool | None:
+    """A pool of recurrent states; None for a model without any."""
+    if model.mixers is None:
+        return None
+    return StatePool(model.mixers.parts(), num_states, model.dtype, model.device)
 
 
 def share_out(model: models.Model, config: EngineConfig, kv_bytes: int) -> tuple[int, WindowSpec | None]:
     """The number of blocks that fit in `kv_bytes`, and the window specification if windowed layers have separate
     blocks. Raises as `make_pool`.
     """
-    windows = make_windows(model, config, kv_bytes)
-    taken = windows.num_blocks * bytes_per_block(windowed_layers(model, config), model.dtype, config) if windows else 0
+    windows = make_windows(model, config, kv_bytes) if model.mixers is None else plan_states(model, config, kv_bytes)
+    separate = model.bytes_per_state or bytes_per_block(windowed_layers(model, config), model.dtype, config)
+    taken = windows.num_blocks * separate if windows else 0
     needed = bytes_per_block(sharded_layers(model, config), model.dtype, config)
     num_blocks = (kv_bytes - taken) // needed if needed else ceil_div(UNLIMITED_TOKENS, config.block_size)
     if not num_blocks:
-        beside = f" beside {taken:,} for windows" if taken else ""
+        beside = f" beside {taken:,} for {windows.noun}s" if windows is not None and taken else ""
         raise StartError(f"kv_bytes: {kv_bytes:,} bytes are too few for one block of {needed:,} bytes{beside}")
     return num_blocks, windows
 
@@ -96,6 +115,24 @@ def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> Wi
         raise StartError(f"{name}: {wanted}, and {taken:,} are available")
     per_token = kv_bytes_per_token(layers, model.dtype, config)
     return msgspec.structs.replace(windows, num_blocks=taken // size, bytes_per_token=per_token)
+
+
+def plan_states(model: models.Model, config: EngineConfig, kv_bytes: int) -> WindowSpec:
+    """The specification of the pool of recurrent states. Raises StartError when the states of one context and one
+    generation do not fit.
+    """
+    size = model.bytes_per_state
+    states = WindowSpec(reaches=(STATE_SPAN,), bytes_per_token=size, is_state=True)
+    least = states.least_blocks(config.block_size, config.block_size) * size
+    usual = min(kv_bytes // 2, max(least, STATES_PER_SEQUENCE * config.max_sequences * size))
+    taken = usual if config.state_bytes is None else config.state_bytes
+    if taken > kv_bytes:
+        raise StartError(f"state_bytes: {taken:,} bytes exceed the {kv_bytes:,} for all keys, values and states")
+    if taken < least:
+        name = "kv_bytes" if config.state_bytes is None else "state_bytes"
+        wanted = f"a context and a generation need {least:,} bytes for recurrent states"
+        raise StartError(f"{name}: {wanted}, and {taken:,} are available")
+    return msgspec.structs.replace(states, num_blocks=taken // size)
 
 
 def windows_of(layers: dict[int, LayerSpec]) -> WindowSpec:

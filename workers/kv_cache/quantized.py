@@ -11,7 +11,8 @@ from longleaf.errors import ModelRefused
 from longleaf.kernels import int8
 from longleaf.kernels.backend import Backend
 from longleaf.runs import ceil_div
-from workers.kv_cache.slots import BlockView
+from workers.kv_cache.block_view import BlockView
+from workers.kv_cache.states import StatePool
 from workers.model.model import LayerSpec
 
 
@@ -32,8 +33,11 @@ class QuantizedPool:
         dtype: torch.dtype,
         device: str,
         num_window_blocks: int | None = None,
+        states: StatePool | None = None,
     ) -> None:
         self.block_size = block_size
+        self.window_block_size = block_size if states is None else 1
+        self.states = states
         self.num_blocks = num_blocks
         self.dtype = dtype
         self.device = device
@@ -105,9 +109,11 @@ class QuantizedPool:
         return backend.attend_int8(q_THD, self._layers[layer], reads, scale, softcap)
 
     def blocks(self, *, of_windows: bool) -> list[BlockView]:
-        """All parts of the pool by block; the last of the B blocks is trash. Either the blocks of windows or the
-        others.
+        """All parts of the pool by block; the last of the B blocks is trash. Either the blocks of windows, or of
+        states, or the others.
         """
+        if of_windows and self.states is not None:
+            return self.states.blocks()
         layers = {i: retained for i, retained in self._layers.items() if (i in self._windowed) == of_windows}
         size = (-1, self.block_size)
         return [

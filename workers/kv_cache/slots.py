@@ -5,7 +5,7 @@ contiguous range that a kernel reads in one call, without a copy.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,24 +13,19 @@ from torch import Tensor
 from longleaf.attention import Partial
 from longleaf.attention.masks import Read
 from longleaf.kernels.backend import Backend
+from workers.kv_cache.block_view import BlockView
+from workers.kv_cache.states import StatePool
 from workers.model.model import LayerSpec
-
-
-class BlockView(NamedTuple):
-    """A part of a layer's pool, by block."""
-
-    name: str
-    """The name of the layer and the part; unique in the pool."""
-    tensor: Tensor
-    """A view [K, B, ...] of B blocks."""
-    has_slots: bool
-    """Whether the shape is [K, B, block size, ...]; otherwise there is one entry for each whole block."""
 
 
 class KvPool(Protocol):
     """Keys and values of all layers by slot, in any format: unquantized here, 8-bit in `workers.kv_cache.quantized`."""
 
     block_size: int
+    window_block_size: int
+    """Positions per block of windows or states."""
+    states: StatePool | None
+    """The recurrent states, if the model has any; they are the blocks of windows."""
     dtype: torch.dtype
     """Type of the stored inputs and of the outputs of `take`."""
     device: str
@@ -77,7 +72,9 @@ class KvPool(Protocol):
         ...
 
     def blocks(self, *, of_windows: bool) -> list[BlockView]:
-        """All parts of the pool by block: either the separate blocks of windowed layers, or the others."""
+        """All parts of the pool by block: either the separate blocks of windowed layers, or of states, or the
+        others.
+        """
         ...
 
 
@@ -96,8 +93,11 @@ class FloatKvPool:
         dtype: torch.dtype,
         device: str,
         num_window_blocks: int | None = None,
+        states: StatePool | None = None,
     ) -> None:
         self.block_size = block_size
+        self.window_block_size = block_size if states is None else 1
+        self.states = states
         self.num_blocks = num_blocks
         self.dtype = dtype
         self.device = device
@@ -155,7 +155,11 @@ class FloatKvPool:
         return backend.attend(q_THD, self.keys[layer], self.values[layer], reads, scale, softcap)
 
     def blocks(self, *, of_windows: bool) -> list[BlockView]:
-        """All parts of the pool, [K, B, block size, D] of B blocks: either the blocks of windows or the others."""
+        """All parts of the pool, [K, B, block size, D] of B blocks: either the blocks of windows, or of states, or the
+        others.
+        """
+        if of_windows and self.states is not None:
+            return self.states.blocks()
         end = self.window_trash_slot if of_windows else self.trash_slot
         layers = {i: stored for i, stored in self._stored.items() if (i in self._windowed) == of_windows}
         size = (-1, self.block_size)

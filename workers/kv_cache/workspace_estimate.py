@@ -92,6 +92,7 @@ def workspace(
     num_logits = config.max_rows * text.vocab_size
     return Workspace(
         chunk=_in_model(model, num_rows)
+        + _in_mixers(model, num_rows * config.world_size)
         + _in_shares(model, config, num_rows, num_logits)
         + num_logits * torch.float32.itemsize,
         sampling=_sampling(config, text.vocab_size),
@@ -119,6 +120,15 @@ def _in_model(model: Model, num_rows: int) -> int:
     """Bytes of the activations of a model's block for `num_rows` rows."""
     copies = num_copies(model.module.config.get_text_config())
     return num_rows * copies * WIDE_TENSORS * widest(model) * model.dtype.itemsize
+
+
+def _in_mixers(model: Model, num_rows: int) -> int:
+    """Further bytes with recurrent states: every rank computes the rows of all ranks, in float32, and copies the states
+    of the sequences of a step.
+    """
+    if model.mixers is None:
+        return 0
+    return num_rows * WIDE_TENSORS * widest(model) * torch.float32.itemsize + 2 * model.bytes_per_state
 
 
 def _in_shares(model: Model, config: EngineConfig, num_rows: int, num_logits: int) -> int:

@@ -37,7 +37,8 @@ def form_of(pool: KvPool, *, of_windows: bool) -> str:
         f"{name} {DTYPES[tensor.dtype]} {'x'.join(map(str, (len(tensor), *tensor.shape[2:])))}"
         for name, tensor, _ in pool.blocks(of_windows=of_windows)
     ]
-    return "; ".join([f"blocks of {pool.block_size}", *parts]) if parts else ""
+    size = pool.window_block_size if of_windows else pool.block_size
+    return "; ".join([f"blocks of {size}", *parts]) if parts else ""
 
 
 class HostCopy:
@@ -57,7 +58,7 @@ class HostCopy:
         self._tensors = [(part.name, copy.wait()) for part, copy in zip(found, coming, strict=True)]
         for (_, copied), part in zip(self._tensors, found, strict=True):
             if part.has_slots:
-                self._blank(copied, pool.block_size)
+                self._blank(copied, pool.window_block_size if of_windows else pool.block_size)
 
     def _blank(self, copied_NKS: Tensor, block_size: int) -> None:
         """Zeros the slots past the end of each run."""
@@ -95,7 +96,8 @@ class KvPiece:
         parts = pool.blocks(of_windows=of_windows)
         if not parts:
             raise DataLoss(name, "it is from a pool with another layout")
-        num_blocks = sum(ceil_div(high - low, pool.block_size) for low, high in ranges)
+        self._block_size = pool.window_block_size if of_windows else pool.block_size
+        num_blocks = sum(ceil_div(high - low, self._block_size) for low, high in ranges)
         size = num_blocks * sum(tensor[:, 0].numel() * tensor.itemsize for _, tensor, _ in parts)
         try:
             header = _header(data, max_header_bytes(len(parts), len(ranges)))
@@ -124,18 +126,18 @@ class KvPiece:
                 name, f"its tensor {wrong[:100]!r} does not have the shape of {num_blocks:,} blocks of the pool"
             )
         self.of_windows = of_windows
-        self._places = dict(_places(ranges, pool.block_size))
+        self._places = dict(_places(ranges, self._block_size))
         is_pinned = pool.device.startswith("cuda")  # pinned now, and not while a step waits
         tensors = {name: _view(data, one) for name, one in described.items()}
         self._tensors = {name: tensor.pin_memory() if is_pinned else tensor for name, tensor in tensors.items()}
 
-    def find(self, runs: Iterable[Run], block_size: int) -> list[int] | None:
+    def find(self, runs: Iterable[Run]) -> list[int] | None:
         """The indices of the blocks of runs in the piece; None unless it has each of them as a whole."""
         found: list[int] = []
         for run in runs:
-            for start in range(run.start, run.end, block_size):
+            for start in range(run.start, run.end, self._block_size):
                 number, end = self._places.get(start, (0, None))
-                if end != min(start + block_size, run.end):
+                if end != min(start + self._block_size, run.end):
                     return None
                 found.append(number)
         return found

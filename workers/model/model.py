@@ -1,6 +1,8 @@
 """Loads an unmodified transformers causal LM and proves that all its attention goes through the hook."""
 
+import contextlib
 import itertools
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from longleaf.config import DtypeName
 from longleaf.errors import ModelRefused, StartError
@@ -27,6 +29,7 @@ from longleaf.kernels.backend import lies_in
 from longleaf.kernels.cpu.quantized_linear import NativeQuantizedLinear
 from longleaf.positions import AttentionSpan, Rotary
 from workers.model import hook, latent
+from workers.model.mixers import Mix, Mixers, describe_layers, replace_mixers
 from workers.model.quantized_weights import Quantization, pop_quantization
 from workers.model.rotary import Ropes, Rows, replace_rotary
 from workers.model.sharded_layers import RowExchange
@@ -34,6 +37,8 @@ from workers.model.stored_layers import load_kernel
 from workers.model.weight_reader import check_types, dtype_of, read_share
 from workers.model.weight_shares import Share
 from workers.model.weights import SAFE_WEIGHTS, check_weights, large_blocks_apart, loading_to_device
+
+log = logging.getLogger("longleaf.model")  # messages logged while a rank loads are shown to users
 
 PROBES = ((3, 5), (4, 11))
 """The forward passes of the preflight: the number of different tokens that each repeats in turn, and its number of
@@ -46,10 +51,6 @@ UNTRUSTED: dict[str, Any] = {"local_files_only": True, "trust_remote_code": Fals
 code.
 """
 LAYER_TYPES = {
-    "linear_attention": "a recurrent state",
-    "conv": "a convolution over tokens",
-    "hybrid": "attention and a recurrent state",
-    "hybrid_sliding": "attention and a recurrent state",
     "indexed_attention": "a learned indexer",
     "minimax_m3_sparse": "a learned indexer",
     "compressed_sparse_attention": "compressed keys",
@@ -59,6 +60,10 @@ LAYER_TYPES = {
 """Types of layers, in the terms of transformers, that do not attend to each visible token's own key, with the mechanism
 they use instead. None of them is supported.
 """
+WITH_STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+"""Types of layers with a recurrent state, some of them beside attention: see `workers.model.mixers`."""
+WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
+"""Types of layers that do not attend."""
 CROSS_ATTENTION = ("encoder_attn", "cross_attn", "crossattention")
 """Names of transformers modules that attend to an encoder."""
 
@@ -108,6 +113,10 @@ class Model:
     """Exchanges of layers whose weights are divided over the ranks; None if this rank holds all weights."""
     spare_bytes: int = 0
     """Bytes of memory set aside for weights of lost ranks."""
+    mixers: Mixers | None = None
+    """The layers with a recurrent state; None if there are none."""
+    ends_with_mixer: bool = False
+    """Whether a mixer computes rows after the last attention layer."""
     layouts: tuple[str, ...] = ()
     """Layouts in the checkpoint of the weights that were dequantized, the most frequent first."""
 
@@ -129,22 +138,35 @@ class Model:
         rows_R: Tensor | None = None,
         *,
         has_own_rows: bool = False,
+        mix: Mix | None = None,
     ) -> Tensor | None:
         """Runs rows of any sequences, in any order, through the decoder. With `rows_R`, also runs the head, and returns
-        the logits [R, V] of these rows. `has_own_rows`: the rows of other ranks are different ones.
+        the logits [R, V] of these rows. `has_own_rows`: the rows of other ranks are different ones. `mix` computes
+        rows in mixers, if there are any.
         """
         self.ropes.rows = ropes
         if self.exchange is not None:
             self.exchange.set_rows(own=has_own_rows)
         arguments = self.arguments(step, token_ids_T, positions_T)
-        if rows_R is None:
-            self.decoder(**arguments, return_dict=False)
-            return None
-        return self.module(**arguments, return_dict=False, logits_to_keep=rows_R)[0][0]
+        with contextlib.nullcontext() if self.mixers is None else self.mixers.use(mix):
+            if rows_R is None:
+                self.decoder(**arguments, return_dict=False)
+                return None
+            return self.module(**arguments, return_dict=False, logits_to_keep=rows_R)[0][0]
 
     @property
     def last_layer(self) -> int:
         return max(self.layers)
+
+    @property
+    def last_mixer(self) -> int | None:
+        """The mixer that ends the computation of keys and states; None if attention ends it."""
+        return max(self.mixers.layers) if self.mixers is not None and self.ends_with_mixer else None
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of the recurrent state of one sequence over all layers; 0 without mixers."""
+        return 0 if self.mixers is None else self.mixers.num_bytes(self.dtype)
 
     @property
     def bytes_per_token(self) -> int:
@@ -162,6 +184,7 @@ class Probe:
 
     def __init__(self, config: PreTrainedConfig, token_ids: Sequence[int], *, has_weights: bool = True) -> None:
         self.layers: dict[int, LayerSpec] = {}
+        self.ends_with_mixer = False
         self._config = config
         self._ids = token_ids
         self._has_weights = has_weights
@@ -183,8 +206,14 @@ class Probe:
             self._check_rows(layer, name, rows)
         reach = reach_of(self._config, layer, call.window)
         value_dim = v_KTV.shape[2] if has_own_dim else None
+        self.ends_with_mixer = False
         self.layers[layer] = LayerSpec(q_THD.shape[1], k_KTD.shape[0], k_KTD.shape[2], reach, latent_dim, value_dim)
         return q_THD.new_zeros(*q_THD.shape[:2], v_KTV.shape[2])
+
+    def mix(self, mixer: nn.Module, hidden_TF: Tensor) -> Tensor:
+        """Zeros in place of the results of a mixer, which may differ between rows of the same token."""
+        self.ends_with_mixer = True
+        return torch.zeros_like(hidden_TF)
 
     def _check_rows(self, layer: int, name: str, rows_THD: Tensor) -> None:
         """Raises ModelRefused unless rows of the same token are equal, and rows of different tokens differ."""
@@ -213,7 +242,7 @@ def reach_of(config: PreTrainedConfig, layer: int, window: int | None) -> Attent
     """The reach of a layer that passes `window` to its attention function. Only the config states sections."""
     kinds: list[str] | None = getattr(config, "layer_types", None)
     kind = kinds[layer] if kinds else None
-    if kind is not None and (kind == "sliding_attention") != (window is not None):
+    if kind is not None and (kind in ("sliding_attention", "hybrid_sliding")) != (window is not None):
         raise ModelRefused(f"attention layer {layer} has type {kind}, but uses a window of {window} tokens")
     stated: int | None = getattr(config, "sliding_window", None)
     if kind is None and window is None and stated and stated < getattr(config, "max_position_embeddings", 0):
@@ -316,7 +345,7 @@ def build_on_meta(config: PreTrainedConfig, wanted: DtypeName, number: int = 0) 
 def read_config(folder: str) -> PreTrainedConfig:
     """The config of the checkpoint in `folder`, ready for the hook. Raises ModelRefused."""
     hook.register()
-    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     if not (Path(folder) / "config.json").is_file():
         raise ModelRefused(f"{folder} is not a model folder: it has no config.json")
     try:
@@ -404,8 +433,31 @@ def prove(module: PreTrainedModel, device: str, *, has_weights: bool = True) -> 
     module.to(torch.device(device))  # pyright: ignore[reportArgumentType]
     latent.absorb(module)
     ropes, rotary = replace_rotary(decoder_of(module), module.config.get_text_config())
-    layers = preflight(module, device, has_weights=has_weights)
-    return Model(module, layers, device, module.dtype, ropes, rotary)
+    mixers = replace_mixers(module, has_weights=has_weights)
+    check_states(module.config.get_text_config(), mixers)
+    found = preflight(module, device, mixers, has_weights=has_weights)
+    if mixers.one_by_one:
+        log.warning(
+            "%s: rows of a sequence are computed one by one, which is slow, because the layer drops its state when it "
+            "is given several",
+            describe_layers(mixers.one_by_one),
+        )
+    if mixers.with_two_formulas:
+        log.warning(
+            "%s: transformers computes single rows by another formula than several; answers that are recomputed after "
+            "a preemption or a loss may differ in the last digits",
+            describe_layers(mixers.with_two_formulas),
+        )
+    return Model(
+        module,
+        found.layers,
+        device,
+        module.dtype,
+        ropes,
+        rotary,
+        mixers=mixers if mixers.layers else None,
+        ends_with_mixer=found.ends_with_mixer,
+    )
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -420,6 +472,17 @@ def check_config(config: PreTrainedConfig) -> None:
     bidirectional = getattr(text, "use_bidirectional_attention", None) or False
     if bidirectional not in (False, "vision"):  # "vision" applies between the tokens of an image, which are not served
         raise ModelRefused(f"use_bidirectional_attention: {bidirectional} is not causal, only vision is supported")
+
+
+def check_states(config: PreTrainedConfig, mixers: Mixers) -> None:
+    """Refuses layers with a recurrent state, according to the config, that are no mixers."""
+    kinds: list[str] = list(getattr(config, "layer_types", None) or [])
+    stated = [layer for layer, kind in enumerate(kinds) if kind in WITH_STATES and layer not in mixers.layers]
+    if stated:
+        raise ModelRefused(
+            f"{describe_layers(stated)} of type {kinds[stated[0]]}: the recurrent state is not in the cache where "
+            "other classes keep it, which is not supported"
+        )
 
 
 def check_causal(module: nn.Module) -> None:
@@ -445,43 +508,62 @@ def check_positions(module: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def preflight(module: PreTrainedModel, device: str, *, has_weights: bool = True) -> dict[int, LayerSpec]:
+def preflight(module: PreTrainedModel, device: str, mixers: Mixers | None = None, *, has_weights: bool = True) -> Probe:
     """Runs several tokens, each at several rows, as steps without sampling, and checks that every attention layer calls
     the hook, with equal queries, keys and values for equal tokens: some families ignore the hook silently, and some mix
     rows, or depend on their number, outside of attention. The decoder without its head must give the same result: the
-    chunks of a prompt, and the steps of all ranks except rank 0, run only the decoder.
+    chunks of a prompt, and the steps of all ranks except rank 0, run only the decoder. Mixers return zeros, so they
+    hide no dependence between rows. Returns the last probe.
     """
-    expected = module.config.get_text_config().num_hidden_layers
+    mixers = mixers or Mixers()
     tokens = probe_ids(module, max(count for count, _ in PROBES), has_weights=has_weights)
-    found: dict[int, LayerSpec] = {}
+    found: Probe | None = None
     for (num_tokens, num_rows), is_whole in itertools.product(PROBES, (True, False)):
         ids = [tokens[i % min(num_tokens, len(tokens))] for i in range(num_rows)]
-        layers = run_probe(module, ids, device, is_whole=is_whole, has_weights=has_weights)
-        if sorted(layers) != list(range(expected)):
-            name = type(module if is_whole else decoder_of(module)).__name__
-            raise ModelRefused(
-                f"{name}: {len(layers)} of {expected} layers call the attention function that is replaced"
-            )
-        if found and layers != found:
+        probe = run_probe(module, ids, device, mixers, is_whole=is_whole, has_weights=has_weights)
+        _check_layers(module if is_whole else decoder_of(module), module.config.get_text_config(), probe, mixers)
+        if found and probe.layers != found.layers:
             raise ModelRefused(
                 f"{type(module).__name__} computes different attention over {num_rows} tokens than over fewer"
             )
-        found = layers
+        found = probe
+    assert found is not None
     return found
 
 
+def _check_layers(module: nn.Module, config: PreTrainedConfig, probe: Probe, mixers: Mixers) -> None:
+    """Raises ModelRefused unless each layer attends, has a state, or mixes no tokens."""
+    expected = config.num_hidden_layers
+    kinds: list[str] = list(getattr(config, "layer_types", None) or [])
+    without = {layer for layer, kind in enumerate(kinds) if kind in WITHOUT_ATTENTION}
+    if mixers.layers and not kinds:
+        without = mixers.layers.keys() - probe.layers.keys()
+    if not probe.layers and mixers.layers:
+        raise ModelRefused(f"{type(module).__name__}: no layer attends; models without attention are not served")
+    if sorted(probe.layers) != [layer for layer in range(expected) if layer not in without] or not probe.layers:
+        raise ModelRefused(
+            f"{type(module).__name__}: {len(probe.layers)} of {expected} layers call the attention function that is "
+            "replaced"
+        )
+
+
 def run_probe(
-    module: PreTrainedModel, ids: Sequence[int], device: str, *, is_whole: bool, has_weights: bool
-) -> dict[int, LayerSpec]:
-    """One forward pass of the preflight, with the head or without it; returns the layers that call the hook. Raises
-    ModelRefused.
-    """
+    module: PreTrainedModel,
+    ids: Sequence[int],
+    device: str,
+    mixers: Mixers | None = None,
+    *,
+    is_whole: bool,
+    has_weights: bool,
+) -> Probe:
+    """One forward pass of the preflight, with the head or without it; returns its probe. Raises ModelRefused."""
     probe = Probe(module.config.get_text_config(), ids, has_weights=has_weights)
     ids_T, positions_T = torch.tensor(ids, device=device), torch.ones(len(ids), dtype=torch.long, device=device)
     inputs = hook.arguments(probe.attend, ids_T, positions_T, has_offsets=asks_for_offsets(module))
     part, options = (module, {"logits_to_keep": ids_T[:0]}) if is_whole else (decoder_of(module), {})
-    forward_checked(part, {**inputs, **options})
-    return probe.layers
+    with contextlib.nullcontext() if mixers is None else mixers.use(probe.mix):
+        forward_checked(part, {**inputs, **options})
+    return probe
 
 
 def probe_ids(module: PreTrainedModel, count: int, *, has_weights: bool = True) -> list[int]:

@@ -23,6 +23,7 @@ from workers.model import latent
 from workers.model import model as models
 from workers.model.local_weights import LocalMatrix, LocalParameter, LocalPlace, LocalWeights, Values, describe_share
 from workers.model.meta_model import Outline, outline
+from workers.model.mixers import replace_mixers
 from workers.model.model import Model
 from workers.model.quantized_weights import Quantization, pop_quantization
 from workers.model.rotary import replace_rotary
@@ -179,11 +180,13 @@ def assemble(
     parts: dict[str, Any] = dict(module.named_modules())
     latent.absorb_as(module, known.model.module)
     ropes, rotary = replace_rotary(models.decoder_of(module), module.config.get_text_config())
+    mixers = replace_mixers(module)
     exchange = RowExchange(share)
     shapes = {name: tuple(parameter.shape) for name, parameter in known.parameters.items()}
     layers = sharded_layers(parts, plan, exchange, shapes)
     replace_modules(module, layers)
-    model = replace(known.model, module=module, device=device, ropes=ropes, rotary=rotary, exchange=exchange)
+    made = {"ropes": ropes, "rotary": rotary, "exchange": exchange, "mixers": mixers if mixers.layers else None}
+    model = replace(known.model, module=module, device=device, **made)
     return model, layers
 
 

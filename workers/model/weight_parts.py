@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from workers.model import model as models
 from workers.model.meta_model import Outline, StretchedProducts
+from workers.model.mixers import Mixers
 from workers.model.sharded_layers import without_weightless
 from workers.model.weight_shares import Cut, Share, take
 
@@ -145,7 +146,9 @@ class _Planner:
         self._names = outline.modules
         self._parts = {name: part for part, name in outline.modules.items()}
         self._num_shares = num_shares
-        self._passes = _record_passes(self._module, [part for part in self._names if _is_candidate(part)])
+        # mixers run no layer of theirs here, so each rank holds all of their weights
+        mixers = outline.model.mixers
+        self._passes = _record_passes(self._module, mixers, [part for part in self._names if _is_candidate(part)])
         self._head: Any = self._module.get_output_embeddings()
         regular = {part for part in self._names if _is_candidate(part) and self._is_regular(part)}
         kinds = {self._kind(part) for part in self._names if _is_candidate(part) and part not in regular}
@@ -306,7 +309,7 @@ def _num_rows(part: nn.Module, given: tuple[Any, ...]) -> int:
 
 
 @torch.inference_mode()
-def _record_passes(module: PreTrainedModel, parts: Sequence[nn.Module]) -> list[_Pass]:
+def _record_passes(module: PreTrainedModel, mixers: Mixers | None, parts: Sequence[nn.Module]) -> list[_Pass]:
     """The calls of parts in the forward passes of the preflight."""
     tokens = models.probe_ids(module, max(count for count, _ in models.PROBES), has_weights=False)
     passes = list[_Pass]()
@@ -314,7 +317,7 @@ def _record_passes(module: PreTrainedModel, parts: Sequence[nn.Module]) -> list[
         ids = [tokens[i % len(tokens)] for i in range(num_rows)]
         found = _Pass(num_rows, is_whole, [])
         with _recording(parts, found), StretchedProducts():
-            models.run_probe(module, ids, "cpu", is_whole=is_whole, has_weights=False)
+            models.run_probe(module, ids, "cpu", mixers, is_whole=is_whole, has_weights=False)
         passes.append(found)
     return passes
 

@@ -56,7 +56,9 @@ class DecodeRunner:
     def prepare(self, config: EngineConfig, graphs: Graphs | None) -> None:
         """Prepares steps over memory of fixed address, if the kernels support it. A collective call."""
         runner, peers, last_ids, backend = self._model_runner, self._peers, self._last_ids, self._model_runner.backend
-        can_prepare = isinstance(backend, CapturableBackend) and isinstance(last_ids, DeviceIds)
+        # steps in mixers read numbers of the host, and have other launches for other sequences
+        is_fixed = runner.model.mixers is None
+        can_prepare = is_fixed and isinstance(backend, CapturableBackend) and isinstance(last_ids, DeviceIds)
         if not peers.agree(can_prepare):  # all ranks must exchange the same number of rows in a step
             return
         assert isinstance(backend, CapturableBackend)

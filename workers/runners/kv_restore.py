@@ -30,7 +30,7 @@ def restore(work: Restore, comm: Comm | None, pool: KvPool, block_table: BlockTa
     Raises ValueError for an invalid restore, and PieceNotFetched, on every rank, if a rank lacks a fetched piece. The
     block table is then unchanged.
     """
-    check(work, comm.world_size if comm else 1, pool.block_size)
+    check(work, comm.world_size if comm else 1, pool.block_size, pool.window_block_size)
     block_table.check_free(work.segment, work.start, work.runs)
     missing = NONE
     for ticket, runs, of_windows in wanted(work, block_table.rank):
@@ -40,14 +40,15 @@ def restore(work: Restore, comm: Comm | None, pool: KvPool, block_table: BlockTa
     block_table.restore(work.segment, work.start, work.runs, work.window_runs)
 
 
-def check(work: Restore, world_size: int, block_size: int) -> None:
+def check(work: Restore, world_size: int, block_size: int, window_block_size: int | None = None) -> None:
     """Raises ValueError unless each run has enough blocks, no block is used twice, and each portion is on one rank."""
     places = Counter((run.rank, block) for run in (*work.runs, *work.window_runs) for block in run.blocks)
     if places and places.most_common(1)[0][1] > 1:
         raise ValueError("a block is twice in a restore")
-    for run in (*work.runs, *work.window_runs):
-        if not len(run) or len(run.blocks) != ceil_div(len(run), block_size) or run.start < work.start:
-            raise ValueError(f"a run cannot be restored as {run}")
+    for runs, size in ((work.runs, block_size), (work.window_runs, window_block_size or block_size)):
+        for run in runs:
+            if not len(run) or len(run.blocks) != ceil_div(len(run), size) or run.start < work.start:
+                raise ValueError(f"a run cannot be restored as {run}")
     ranks = [{run.rank for run in portion.runs} for portion in work.portions]
     if any(len(found) != 1 or not found <= set(range(world_size)) for found in ranks):
         raise ValueError("a portion is not on one rank")
@@ -63,7 +64,7 @@ def wanted(work: Restore, rank: int) -> list[tuple[int, tuple[Run, ...], bool]]:
 
 def write_piece(piece: KvPiece | None, runs: tuple[Run, ...], pool: KvPool, *, of_windows: bool) -> bool:
     """Writes a part of a piece to the blocks of runs; whether the piece has that part."""
-    if piece is None or piece.of_windows != of_windows or (numbers := piece.find(runs, pool.block_size)) is None:
+    if piece is None or piece.of_windows != of_windows or (numbers := piece.find(runs)) is None:
         return False
     piece.restore(pool, numbers, [block for run in runs for block in run.blocks])
     return True

@@ -12,7 +12,7 @@ the logits of single tokens a lot, so distances are medians over the tokens.
 """
 
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -27,6 +27,7 @@ from longleaf.rank_protocol.verdict import Verification
 from longleaf.sampling import Token
 from workers.kv_cache.block_table import BlockTable
 from workers.model import hook
+from workers.model.mixers import SequenceMixer
 from workers.model.model import Model
 from workers.sampling.sampler import first_positions
 from workers.step.forward import Peers
@@ -175,14 +176,29 @@ def distance(found_NV: Tensor, exact_NV: Tensor) -> float:
 
 
 def plain_logits(model: Model, token_ids: Sequence[int], num_last: int, rope: Rope) -> Tensor:
-    """Logits [num_last, V], float32, after each of the last tokens, from transformers' own attention."""
+    """Logits [num_last, V], float32, after each of the last tokens, from transformers' own attention. Models with
+    recurrent states compute the tokens after the first logits one by one, as `generate` does: some (Nemotron-H) use
+    another formula for one row than for several.
+    """
     ids = torch.tensor([token_ids], dtype=torch.long, device=model.device)
     model.ropes.rows = {rope: None}
     if model.exchange is not None:
         model.exchange.set_rows(own=False)
     with plain_attention(model.module):
+        if model.mixers is not None:
+            return torch.cat([*_logits_by_steps(model.module, ids, num_last)])
         logits_1TV = model.module(input_ids=ids, use_cache=False, logits_to_keep=num_last).logits
     return logits_1TV[0, -num_last:].float()
+
+
+def _logits_by_steps(module: PreTrainedModel, ids_1T: Tensor, num_last: int) -> Iterator[Tensor]:
+    """The logits [1, V], float32, after each of the last tokens, of which all but the first are computed one by one."""
+    cache, positions_1T = None, torch.arange(ids_1T.shape[1], device=ids_1T.device)[None]
+    sizes = [ids_1T.shape[1] - num_last + 1, *[1] * (num_last - 1)]
+    for part, positions in zip(ids_1T.split(sizes, dim=1), positions_1T.split(sizes, dim=1), strict=True):
+        found = module(input_ids=part, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = found.past_key_values
+        yield found.logits[0, -1:].float()
 
 
 @contextmanager
@@ -200,13 +216,22 @@ def plain_attention(module: PreTrainedModel) -> Generator[None, None, None]:
 @contextmanager
 def computing_in(module: nn.Module, dtype: torch.dtype) -> Generator[None, None, None]:
     """Makes a module compute in `dtype` in the body. The weights of a submodule are converted only while it runs, so
-    that at most one submodule has two copies.
+    that at most one submodule has two copies. A mixer is converted as a whole: it uses the weights of its convolution
+    without running it.
     """
     handles: list[RemovableHandle] = []
+    mixers = [part for part in module.modules() if isinstance(part, SequenceMixer)]
+    inside = {part for mixer in mixers for part in mixer.modules()}
     for part in module.modules():
-        own = {name: p for name, p in part.named_parameters(recurse=False) if p.dtype in WEIGHTS and p.dtype != dtype}
-        if own:
-            handles += _convert_while_running(part, own, dtype)
+        if part not in inside or part in mixers:
+            owners = part.modules() if part in mixers else (part,)
+            own = [
+                (owner, name, p)
+                for owner in owners
+                for name, p in owner.named_parameters(recurse=False)
+                if p.dtype in WEIGHTS and p.dtype != dtype
+            ]
+            handles += _convert_while_running(part, own, dtype) if own else ()
     try:
         yield
     finally:
@@ -214,13 +239,17 @@ def computing_in(module: nn.Module, dtype: torch.dtype) -> Generator[None, None,
             handle.remove()
 
 
-def _convert_while_running(part: nn.Module, own: dict[str, nn.Parameter], dtype: torch.dtype) -> list[RemovableHandle]:
+def _convert_while_running(
+    part: nn.Module, own: Sequence[tuple[nn.Module, str, nn.Parameter]], dtype: torch.dtype
+) -> list[RemovableHandle]:
+    """Converts parameters, each of which a module has under a name, while `part` runs."""
+
     def convert(*_: object) -> None:
-        for name, weight in own.items():
-            setattr(part, name, nn.Parameter(weight.to(dtype), requires_grad=False))
+        for owner, name, weight in own:
+            setattr(owner, name, nn.Parameter(weight.to(dtype), requires_grad=False))
 
     def restore(*_: object) -> None:
-        for name, weight in own.items():
-            setattr(part, name, weight)
+        for owner, name, weight in own:
+            setattr(owner, name, weight)
 
     return [part.register_forward_pre_hook(convert), part.register_forward_hook(restore, always_call=True)]

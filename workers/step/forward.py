@@ -20,15 +20,17 @@ from longleaf.merge import CountedMerge
 from longleaf.rank_protocol.group_messages import MergeTiming
 from workers.kv_cache.slots import KvPool
 from workers.model.hook import LayerCall
+from workers.model.mixers import Mix, SequenceMixer
 from workers.model.model import Model
 from workers.step.attention_attribution import AttributionAccumulator
 from workers.step.draft_rollback import RecordKv, StoredKv
 from workers.step.inputs import Inputs
 from workers.step.layers import ChunkLayer, Gathered, Replicated, Replicating, RowLayer, Sharded
+from workers.step.states import StateRows, StateStep
 
 
 class PrefillDone(Exception):
-    """Ends a prefill forward pass once the last layer's keys are stored: later outputs are not needed."""
+    """Ends a prefill forward pass once the last keys and states are stored: later outputs are not needed."""
 
 
 class Peers:
@@ -140,8 +142,18 @@ class PrefillStep:
     """
 
     def __init__(
-        self, inputs: Inputs[ChunkLayer], pool: KvPool, backend: Backend, peers: Peers, last_layer: int
+        self,
+        inputs: Inputs[ChunkLayer],
+        pool: KvPool,
+        backend: Backend,
+        peers: Peers,
+        last_layer: int,
+        last_mixer: int | None = None,
+        mix: Mix | None = None,
     ) -> None:
+        """`last_mixer`: the mixer that computes rows after the last attention layer, if any; `mix` computes them."""
+        self._last_mixer = last_mixer
+        self._mix = mix
         self._inputs = inputs
         self._local = LocalAttention(pool, backend, peers)
         self._peers = peers
@@ -162,6 +174,15 @@ class PrefillStep:
                 return with_sink(joined(self._local.backend, before, own) if before else own, call).out_THD
             case Replicating() as work:
                 return self._in_window(layer, work, q_THD, k_KTD, v_KTV, call)
+
+    def mix(self, mixer: SequenceMixer, hidden_TF: Tensor) -> Tensor:
+        """Computes rows in a mixer. Raises PrefillDone in the last one, if no attention follows."""
+        assert self._mix is not None
+        found_TF = self._mix(mixer, hidden_TF)
+        if mixer.layer == self._last_mixer:
+            self._has_finite_keys = found_TF[: self._inputs.num_own_tokens].isfinite().all()
+            raise PrefillDone
+        return found_TF
 
     def _over_shards(self, layer: int, work: Sharded, q_THD: Tensor, call: LayerCall) -> Tensor:
         """Gathers the queries and returns the merged rows to their owners."""
@@ -198,9 +219,9 @@ class PrefillStep:
         return self._local.pool.split(layer, share_SKC)
 
     def _store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> None:
-        """Stores keys and values. Raises PrefillDone in the last layer."""
+        """Stores keys and values. Raises PrefillDone in the last layer, if no mixer follows."""
         self._local.pool.store(self._local.backend, layer, slots_T, k_KTD, v_KTV)
-        if layer == self._last_layer:
+        if layer == self._last_layer and self._last_mixer is None:
             raise PrefillDone
 
     def _record_finite(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> None:
@@ -231,11 +252,20 @@ class ModelRunner:
         self._peers = peers
 
     def store_chunk(self, inputs: Inputs[ChunkLayer]) -> Tensor:
-        """Stores the keys of a chunk. Returns whether they are finite, on all ranks."""
-        step = PrefillStep(inputs, self.pool, self.backend, self._peers, self.model.last_layer)
+        """Stores the keys and states of a chunk. Returns whether they are finite, on all ranks."""
+        model = self.model
+        mix = self._mix(inputs.states, self._peers.comm)
+        step = PrefillStep(inputs, self.pool, self.backend, self._peers, model.last_layer, model.last_mixer, mix)
         with contextlib.suppress(PrefillDone):
-            self.model.run(step.attend, inputs.token_ids_T, inputs.positions_T, inputs.ropes, has_own_rows=True)
+            model.run(
+                step.attend, inputs.token_ids_T, inputs.positions_T, inputs.ropes, has_own_rows=True, mix=step.mix
+            )
         return step.has_finite_keys()
+
+    def _mix(self, rows: StateRows | None, comm: Comm | None = None) -> Mix | None:
+        """Computes the rows of a step in mixers, if the model has any."""
+        states = self.pool.states
+        return None if rows is None or states is None else StateStep(rows, states, self.pool.device, comm).mix
 
     def logits(
         self,
@@ -247,5 +277,6 @@ class ModelRunner:
         step = DecodeStep(inputs, self.pool, self.backend, self._peers, accumulator, record)
         is_first = self._peers.rank == 0
         rows_R = inputs.sample_rows_R if is_first or self.model.exchange is not None else None
-        logits_RV = self.model.run(step.attend, inputs.token_ids_T, inputs.positions_T, inputs.ropes, rows_R)
+        mix = self._mix(inputs.states)
+        logits_RV = self.model.run(step.attend, inputs.token_ids_T, inputs.positions_T, inputs.ropes, rows_R, mix=mix)
         return logits_RV if is_first else None

@@ -27,6 +27,7 @@ from workers.step.gathered_prefill import PastBuilder
 from workers.step.last_tokens import LastTokens
 from workers.step.layers import ChunkLayer, Replicated, RowLayer, Sharded
 from workers.step.row_grouping import Query, most_together, order, row_reads
+from workers.step.states import StateBuilder, StateRows
 from workers.step.windows import WindowBuilder
 
 LayerT = TypeVar("LayerT", bound=ChunkLayer | RowLayer)
@@ -46,6 +47,8 @@ class Inputs(Generic[LayerT]):
     """In decode, rows whose logits are wanted: to sample from, then to score, in the order of the plan."""
     ropes: Rows = field(default_factory=lambda: {OWN_ROPE: None})
     """The token rows of each rope, by which their queries and keys are rotated."""
+    states: StateRows | None = None
+    """The rows by sequence, with the slots of their recurrent states; None if the model has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,8 @@ class RowNumbers:
     is_plain: bool = True
     """Whether rows see all tokens before them and only tokens are wanted; the same on all ranks."""
 
+    states: StateRows | None = None
+    """As in `Inputs`."""
     has_drafts: bool = False
     """Whether more positions are sampled from than there are sequences."""
 
@@ -83,8 +88,8 @@ class RowNumbers:
 
 
 class InputBuilder:
-    """Builds the inputs of one rank. `windows` is None where no layer's keys are replicated on every rank.
-    `attributes_blocks`: whether the kernels can report sums per block of keys.
+    """Builds the inputs of one rank. `windows` is None where no layer's keys are replicated on every rank, and `states`
+    where the model has no recurrent states. `attributes_blocks`: whether the kernels can report sums per block of keys.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class InputBuilder:
         world_size: int,
         pasts: PastBuilder,
         windows: WindowBuilder | None = None,
+        states: StateBuilder | None = None,
         attributes_blocks: bool = False,
     ) -> None:
         self._block_table = block_table
@@ -110,6 +116,7 @@ class InputBuilder:
         self._world_size = world_size
         self._pasts = pasts
         self._windows = windows
+        self._states = states
         self._attributes_blocks = attributes_blocks
 
     def prefill(self, work: Prefill) -> Inputs[ChunkLayer]:
@@ -137,6 +144,7 @@ class InputBuilder:
             layers=layers | {layer: sharded[reach] for layer, reach in rest.items()},
             num_own_tokens=len(mine),
             ropes={work.rope: None},
+            states=self._states.chunk(work) if self._states else None,
         )
 
     def decode(self, work: Decode, last_ids: LastTokens) -> Inputs[RowLayer]:
@@ -190,6 +198,7 @@ class InputBuilder:
             blocks=self._blocks(reads, attribution),
             is_plain=not (attribution or scored or any(row.hidden for row in work.rows)),
             has_drafts=any(row.draft_ids for row in work.rows),
+            states=self._states.rows([row for row, _ in found]) if self._states else None,
         )
 
     def _blocks(self, reads: dict[AttentionSpan, Reads], attributed: Sequence[AttributionGroup]) -> BlockPlan | None:
@@ -211,6 +220,7 @@ class InputBuilder:
             layers=self.row_layers(rows.reads, slots_T, window_slots_T),
             sample_rows_R=sample_rows_R,
             ropes=row_ropes(rows.ropes, self.pool.device),
+            states=rows.states,
         )
 
     def row_layers(

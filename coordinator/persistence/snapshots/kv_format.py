@@ -32,7 +32,7 @@ class KvFormat:
         sharded, _, windows = self.text.partition("|")
         found = 0
         for runs, text in ((segment.runs, sharded), (segment.window_runs, windows)):
-            found += _num_blocks([run.range for run in runs], self.block_size) * sum(_part_bytes(text))
+            found += _num_blocks([run.range for run in runs], _block_size(text)) * sum(_part_bytes(text))
         return found
 
     def check(self, manifest: SegmentManifest) -> None:
@@ -45,7 +45,13 @@ class KvFormat:
         for piece in manifest.pieces:
             _check_size(piece, _part_bytes(sharded), self.block_size, "pieces")
         if manifest.windows is not None:
-            _check_size(manifest.windows, _part_bytes(windows), self.block_size, "windows")
+            _check_size(manifest.windows, _part_bytes(windows), _block_size(windows), "windows")
+
+
+def _block_size(text: str) -> int:
+    """Positions per block. Blocks of windows may have another size than those of other keys."""
+    first, _, _ = text.partition("; ")
+    return int(first.removeprefix("blocks of ")) if first else 1
 
 
 def _part_bytes(text: str) -> list[int]:

@@ -15,6 +15,7 @@ from tests.support.accelerator.driver import Driver
 from tests.support.accelerator.events import Log
 from tests.support.accelerator.launcher import CountingLauncher
 from workers.model import hook, model
+from workers.model.mixers import Mixers
 
 preflight = model.preflight
 
@@ -55,6 +56,8 @@ class Accelerator:
         hook.register()
 
 
-def _preflight_without_numbers(module: PreTrainedModel, device: str, *, has_weights: bool = True) -> Any:
+def _preflight_without_numbers(
+    module: PreTrainedModel, device: str, mixers: Mixers | None = None, *, has_weights: bool = True
+) -> Any:
     """The device has no numbers, so checks that compare rows are impossible there."""
-    return preflight(module, device, has_weights=False)
+    return preflight(module, device, mixers, has_weights=False)

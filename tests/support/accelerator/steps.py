@@ -23,22 +23,22 @@ from tests.support.accelerator.events import Log
 from tests.support.accelerator.launcher import CountingLauncher
 from tests.support.accelerator.ranks import MakeBackend, PretendedRank
 from zoo.checkpoints import make_checkpoint
-from zoo.families import Family, Refused
+from zoo.families import Family, Hybrid, Refused
 
 DECODE_LAUNCHES, PREFILL_LAUNCHES = 12, 24
 """Our launches per layer, independent of the length of the context and the number of sharers."""
 CHUNK = 512
 NUM_LAYERS = defaultdict(lambda: 2, {"llama4": 4})
 """As few as there are kinds of them."""
-FolderOf = Callable[[Family | Refused], Path]
+FolderOf = Callable[[Family | Hybrid | Refused], Path]
 """Gives the checkpoint of a family."""
 
 
 def checkpoints_in(folder: Path) -> FolderOf:
     """Makes the checkpoint of each family that is asked for, once."""
-    made: dict[Family | Refused, Path] = {}
+    made: dict[Family | Hybrid | Refused, Path] = {}
 
-    def get(family: Family | Refused) -> Path:
+    def get(family: Family | Hybrid | Refused) -> Path:
         if family not in made:
             made[family] = make_checkpoint(folder / family, family, num_layers=NUM_LAYERS[family])
         return made[family]

@@ -115,7 +115,7 @@ class Drafting:
         drafts = self._draft(sequence, len(reported), room)
         assert len(drafts) <= room
         runs = service._grow(tail, start, 1 + len(drafts), (start + row.sequence) % len(service.alive))
-        windows = tail.window_runs and row_delta(known, tail.window_runs, service._size)
+        windows = tail.window_runs and row_delta(known, tail.window_runs, service.window_size)
         is_complete = self._is_compared[sequence] and len(reported) + 1 + len(drafts) == count
         num_reference = start + 1 + len(drafts) if is_complete else 0
         return Row(

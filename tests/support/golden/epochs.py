@@ -104,7 +104,8 @@ class Service:
         self.segments: dict[int, Segment] = {}
         self._size = config.block_size
         self._windows = self.members[0]._ready.windows
-        self._window_pool = WindowBlockPool(self._windows, self._size)
+        self.window_size = self._size if self._windows is None else self._windows.block_size(self._size)
+        self._window_pool = WindowBlockPool(self._windows, self.window_size)
         self._pools = [BlockAllocator(NUM_BLOCKS) for _ in self.members]
         self._number, self._sequence = 0, 0
         self._tails: dict[int, Segment] = {}
@@ -268,7 +269,8 @@ class Service:
     def _advance_windows(self, segment: Segment, start: int, end: int, *, is_chunk: bool) -> None:
         """The window runs of a segment when tokens come, as the placer has them."""
         if self._windows is not None:
-            first = max(start, self._windows.first(end)) if is_chunk else start
+            is_last_only = is_chunk or self._windows.is_state
+            first = max(start, self._windows.first(end)) if is_last_only else start
             retained = self._window_pool.trim(segment.window_runs, start)
             segment.window_runs = self._window_pool.grow(retained, first, end)
 

@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from zoo.checkpoints import PAD_IDS, make_checkpoint
-from zoo.families import Family, Refused
+from zoo.families import Family, Hybrid, Refused
 
 PROMPT_TOKENS = 1000
 NEW_TOKENS = 48
@@ -32,7 +32,7 @@ class Golden:
     logits_TV: torch.Tensor
 
 
-def make_golden(folder: Path, family: Family | Refused, pad_token_id: int = PAD_IDS[0]) -> Golden:
+def make_golden(folder: Path, family: Family | Hybrid | Refused, pad_token_id: int = PAD_IDS[0]) -> Golden:
     """The first weights whose output would reveal an error."""
     for seed in range(1, 9):
         make_checkpoint(folder, family, seed=seed, pad_token_id=pad_token_id)

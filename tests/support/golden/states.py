@@ -90,4 +90,23 @@ async def forked(engine: Engine, prompt: Ids) -> list[Ids]:
     ]
 
 
+async def forked_at_ends(engine: Engine, prompt: Ids) -> list[Ids]:
+    """At the ends of documents, where windows and recurrent states are kept. The later tokens are wrong, and other
+    owners are deleted.
+    """
+    wrong = prompt[::-1]
+    await ingest(engine, "trunk", prompt[:411])
+    await ingest(engine, "trunk", wrong[:150])
+    await engine.fork_context("trunk", "branch", 411)
+    await ingest(engine, "branch", prompt[411:650])
+    await ingest(engine, "branch", wrong[:10])
+    await engine.fork_context("branch", "twig", 650)
+    await engine.delete_context("trunk")
+    await engine.delete_context("branch")
+    await ingest(engine, "twig", prompt[650:CONTEXT_LEN])
+    return [await answer(engine, prompt[CONTEXT_LEN:], "twig")]
+
+
 STATES: dict[str, State] = {state.__name__: state for state in (fresh, kept, questioned, appended, forked)}
+AT_ENDS: dict[str, State] = {**STATES, "forked": forked_at_ends}
+"""The same for models that can be forked only at the ends of documents."""

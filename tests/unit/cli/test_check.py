@@ -12,14 +12,22 @@ from safetensors.torch import load_file, save_file
 
 from coordinator.text.compat_check import check as check_text
 from longleaf import weights_choice
-from longleaf.cli.models import describe_exchanges, describe_spare, kinds_table, spans
+from longleaf.cli.models import describe_exchanges, describe_spare, kinds_table, show, spans
 from longleaf.config import EngineConfig
 from longleaf.fingerprint import read_fingerprint
 from longleaf.formatting import human_bytes
-from longleaf.model_report import AttentionKind, ExchangeReport, ReplicatedReport
+from longleaf.model_report import (
+    AttentionKind,
+    ExchangeReport,
+    ModelReport,
+    ReplicatedReport,
+    StateReport,
+    TextReport,
+)
 from longleaf.resources import Memory
 from tests.support.terminal import Terminal
 from workers.compat_check import check
+from workers.model import mixers
 from workers.model import model as models
 from zoo.checkpoints import PAD_IDS, make_checkpoint
 
@@ -260,10 +268,11 @@ def test_missing_weights_are_found_during_loading(tmp_path: Path) -> None:
 def test_stateful_model_is_not_reported_exact_without_weights(
     tmp_path: Path, pad_token_id: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Falcon-H1 is such a model if its layer types are not known."""
+    """Falcon-H1 is such a model if its mixers are not recognized."""
     folder = make_checkpoint(tmp_path, "falcon_h1", num_layers=2, pad_token_id=pad_token_id)
-    assert "layers of type hybrid" in check(config(folder), has_weights=False).reason
-    monkeypatch.setattr(models, "LAYER_TYPES", {})
+    monkeypatch.setattr(mixers, "CACHE_METHODS", ())
+    assert "of type hybrid: the recurrent state" in check(config(folder), has_weights=False).reason
+    monkeypatch.setattr(models, "WITH_STATES", {})
     found = check(config(folder), has_weights=False)
     assert found.reason or (found.is_exact, found.exactness_note) == (None, "the weights were not read")
     assert "depends on more of a token" in check(config(folder), has_weights=True).reason
@@ -337,3 +346,16 @@ async def test_output_for_a_planned_cluster_a_running_cluster_and_a_refusal(term
 )
 def test_layer_ranges_are_abbreviated(layers: tuple[int, ...], message: str) -> None:
     assert spans(layers) == message
+
+
+def test_recurrent_states_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3_next")
+    sizes = replace(config(folder), kv_bytes=8 << 20, state_bytes=1 << 20)
+    found = check(sizes, has_weights=False)
+    assert found.states == StateReport(layers=(0, 1, 2), num_bytes=36_864)
+    [plan] = found.plans
+    assert (plan.num_states, plan.ends, plan.window_tokens) == (28, 27, 0)
+    show(ModelReport(model="small", is_supported=True, text=TextReport(), attention=found), is_running=False)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "recurrent states 36.0 KiB for each end of a context (3 layers, 0-2)" in printed
+    assert "28 recurrent states on each rank" in printed

@@ -15,12 +15,12 @@ from longleaf.kernels import registry
 from tests.support.threads import config_for, make_spec
 from workers import exactness, rank
 from workers.exactness import ExactnessRecords, check_exact, record_key, verify_model
-from workers.model import hook, model
+from workers.model import hook, mixers, model
 from workers.model.hook import LayerCall
 from workers.rank import Rank
 from workers.runners import verification
 from zoo.checkpoints import PAD_IDS, make_checkpoint
-from zoo.families import FAMILIES
+from zoo.families import FAMILIES, HYBRIDS
 
 CONFIG = EngineConfig(model="")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -31,10 +31,10 @@ def check(folder, dtype="float32"):
     return check_exact(loaded, registry.choose("auto", "cpu", loaded.dtype), CONFIG)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("pad_token_id", PAD_IDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_every_supported_family_agrees(tmp_path, family, dtype, pad_token_id):
     assert check(make_checkpoint(tmp_path, family, pad_token_id=pad_token_id), dtype) == ""
 
@@ -43,7 +43,8 @@ def test_every_supported_family_agrees(tmp_path, family, dtype, pad_token_id):
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("family", ["falcon_h1", "zaya"])
 def test_stateful_model_that_passes_the_preflight_is_refused(tmp_path, monkeypatch, family, dtype):
-    monkeypatch.setattr(model, "LAYER_TYPES", {})
+    monkeypatch.setattr(model, "WITH_STATES", {})
+    monkeypatch.setattr(mixers, "CACHE_METHODS", ())
     monkeypatch.setattr(model.Probe, "_check_rows", lambda *_: None)
     folder = make_checkpoint(tmp_path, family, num_layers=2, pad_token_id=0)
     with pytest.raises(ModelRefused, match=f"{compared_dtype(dtype)} differ from those of transformers by up to"):

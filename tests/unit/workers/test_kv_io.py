@@ -10,7 +10,7 @@ import torch
 from longleaf.rank_protocol.snapshots import Failure, Fetch, Fetched, Save, Saved
 from longleaf.runs import Run
 from tests.support.fakes.kv_store import FolderStore, no_store
-from tests.support.pools import BLOCK, POOLS, filled
+from tests.support.pools import POOLS, filled
 from workers.kv_io import kv_io as desks
 from workers.kv_io.kv_io import BUSY_SECONDS, DISCARDED, ENDED, NUM_THREADS, REST, KvIo
 from workers.kv_io.kv_piece import HostCopy, KvPiece
@@ -63,7 +63,7 @@ def test_saved_piece_is_fetched(bench, tmp_path):
     piece = bench.kv_io.piece(7)
     assert isinstance(piece, KvPiece)
     target = filled(POOLS["plain"], 2)
-    piece.restore(target, piece.find(RUNS, BLOCK), [0, 2])
+    piece.restore(target, piece.find(RUNS), [0, 2])
     assert torch.equal(Content(target).export([0, 2]), Content(bench.pool).export([3, 1]))
     bench.kv_io.end_epoch()
     assert bench.kv_io.piece(7) is piece

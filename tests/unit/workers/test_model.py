@@ -11,25 +11,19 @@ from transformers import (
     DeepseekV4Config,
     DeepseekV32Config,
     EncodecConfig,
-    FalconH1Config,
     Glm5NextConfig,
-    KimiLinearConfig,
-    Lfm2Config,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
     ModernBertDecoderConfig,
     ModernBertDecoderForCausalLM,
     MusicgenConfig,
     MusicgenDecoderConfig,
-    NemotronHConfig,
     PaliGemmaConfig,
     PreTrainedConfig,
     RobertaConfig,
     RobertaForCausalLM,
     T5Config,
     UdopConfig,
-    ZayaConfig,
 )
 
 from coordinator.engine.engine import Engine
@@ -39,7 +33,7 @@ from longleaf.positions import AttentionSpan
 from longleaf.sampling import SamplingParams
 from tests.support.running import running
 from tests.support.threads import ThreadRanks, config_for
-from workers.model import hook, model
+from workers.model import hook, mixers, model
 from workers.model.model import Probe, probe_ids, reach_of
 from zoo.checkpoints import PAD_IDS, make_checkpoint
 from zoo.classes import KINDS, write_small
@@ -258,16 +252,7 @@ def test_config_without_a_causal_language_model_is_refused(tmp_path, kind):
     [
         (DeepseekV32Config(), "layers of type indexed_attention (a learned indexer) are not supported"),
         (DeepseekV4Config(), "heavily_compressed_attention (compressed keys)"),
-        (FalconH1Config(pad_token_id=0), "layers of type hybrid (attention and a recurrent state) are not"),
-        (
-            Glm5NextConfig(),
-            "layers of type indexed_attention (a learned indexer), linear_attention (a recurrent state) are",
-        ),
-        (KimiLinearConfig(), "layers of type linear_attention (a recurrent state) are"),
-        (Lfm2Config(full_attn_idxs=[2, 5]), "layers of type conv (a convolution over tokens) are"),
-        (MambaConfig(), "layers of type linear_attention (a recurrent state) are"),
-        (NemotronHConfig(), "layers of type linear_attention (a recurrent state) are"),
-        (ZayaConfig(), "layers of type hybrid (attention and a recurrent state) are"),
+        (Glm5NextConfig(), "layers of type indexed_attention (a learned indexer) are"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )
@@ -275,6 +260,21 @@ def test_other_layer_types_are_refused_by_name(tmp_path, config, words):
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelRefused, match=re.escape(words)):
         model.read_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("mamba", "no layer attends; models without attention are not served"),
+        ("minimax", "layers 0, 1 and 2 of type linear_attention: the recurrent state is not in the cache"),
+        ("zamba2", "attends twice"),
+        ("zaya", "ZayaCCAProjection: its state is not supported"),
+        ("recurrent_gemma", "layers 0, 1 and 3 of type linear_attention: the recurrent state is not in the cache"),
+    ],
+)
+def test_states_of_other_forms_are_refused(tmp_path, family, words):
+    with pytest.raises(ModelRefused, match=words):
+        model.load(str(make_checkpoint(tmp_path, family)), "float32", "cpu")
 
 
 def test_family_with_irreplaceable_attention_is_refused(tmp_path):
@@ -285,8 +285,9 @@ def test_family_with_irreplaceable_attention_is_refused(tmp_path):
 @pytest.mark.parametrize("pad_token_id", PAD_IDS)
 @pytest.mark.parametrize("family", ["falcon_h1", "zaya"])
 def test_stateful_model_is_refused_regardless_of_padding(tmp_path, monkeypatch, family, pad_token_id):
-    """It is refused even if the config does not name its layer types."""
-    monkeypatch.setattr(model, "LAYER_TYPES", {})
+    """It is refused even if the config does not name its layer types, and its mixers are not recognized."""
+    monkeypatch.setattr(model, "WITH_STATES", {})
+    monkeypatch.setattr(mixers, "CACHE_METHODS", ())
     folder = make_checkpoint(tmp_path, family, num_layers=2, pad_token_id=pad_token_id)
     with pytest.raises(ModelRefused, match="depends on more of a token than its id and its position"):
         model.load(str(folder), "float32", "cpu")

@@ -44,7 +44,7 @@ def test_round_trip_is_bit_identical(name, of_windows):
     before = {there: Content(target, of_windows=there).export(range(7)) for there in (False, True)}
     bits = Content(source, of_windows=of_windows).export(range(7))
     elsewhere = [Run(3, 16, 20, (4, 1)), Run(3, 7, 13, (6, 0))]
-    numbers = piece.find(elsewhere, BLOCK)
+    numbers = piece.find(elsewhere)
     assert numbers == [3, 4, 1, 2]
     piece.restore(target, numbers, [4, 1, 6, 0])
     wanted = before[of_windows].clone()
@@ -113,8 +113,8 @@ def test_window_pieces_and_other_pieces_are_not_interchangeable():
 def test_positions_outside_whole_blocks_are_not_found():
     piece = read(written(filled(POOLS["plain"], 1)), POOLS["plain"]())
     for start, end in [(1, 4), (4, 6), (5, 8), (4, 16), (16, 21), (16, 22), (13, 16), (19, 22)]:
-        assert piece.find([Run(0, start, end, ())], BLOCK) is None
-    assert piece.find([Run(0, 4, 7, ()), Run(0, 19, 20, ())], BLOCK) == [0, 4]
+        assert piece.find([Run(0, start, end, ())]) is None
+    assert piece.find([Run(0, 4, 7, ()), Run(0, 19, 20, ())]) == [0, 4]
 
 
 def test_truncated_piece_is_refused():
@@ -167,7 +167,7 @@ def forged(pool, changes, positions="4-13 16-20", size=None):
 
 def test_genuine_piece_is_accepted():
     pool = filled(POOLS["plain"], 1)
-    assert read(forged(pool, lambda parts: None), pool).find(RUNS, BLOCK) == [0, 1, 2, 3, 4]
+    assert read(forged(pool, lambda parts: None), pool).find(RUNS) == [0, 1, 2, 3, 4]
 
 
 FORGERIES = {

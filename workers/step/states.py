@@ -1,0 +1,150 @@
+"""Recurrent states in a step: which rows belong to a sequence, and in which slots its states are.
+
+The state before a position is the one after the position before it, as a window of one earlier position would be. So
+states are found in the block table like replicated windows: in runs of EVERY_RANK, with blocks of one position. A step
+reads the state before the first row of a sequence, and stores the states after those of its rows for which the block
+table has a slot. All ranks compute all rows of a mixer, so their states are equal.
+
+In decode all rows are on every rank. In prefill each rank has a piece of the chunk: the rows of all pieces are
+gathered, and each rank keeps the results for its piece.
+
+Shape letters: T rows of this rank, R rows of the step, B sequences, F features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longleaf.comm import Comm
+from longleaf.positions import EVERY_RANK
+from longleaf.rank_protocol.step import Prefill, Row
+from longleaf.runs import Run
+from workers.host_copies import numbers_on
+from workers.kv_cache.block_table import BlockTable, slots_of
+from workers.kv_cache.states import StatePool
+from workers.model.mixers import SequenceMixer, StateCache
+
+
+class SequenceRows(NamedTuple):
+    """Adjacent rows of one sequence in a step."""
+
+    start: int
+    end: int
+    source: int | None
+    """Slot of the state before the first row; None: the sequence begins with it."""
+    stores: tuple[tuple[int, int], ...]
+    """Numbers of rows, and the slot of the state after so many of them, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """The rows of a step by sequence."""
+
+    sequences: Sequence[SequenceRows]
+    pieces: Sequence[Run] = ()
+    """In prefill, the pieces of the ranks, in order of position; the rows of the step are theirs."""
+
+
+class StateBuilder:
+    """Finds the rows and the slots of the states of each step."""
+
+    def __init__(self, block_table: BlockTable) -> None:
+        self._block_table = block_table
+
+    def chunk(self, work: Prefill) -> StateRows:
+        """The rows of a chunk. Raises ValueError if its pieces are not adjacent, or no rank has the state before it."""
+        if any(one.end != other.start for one, other in zip(work.pieces[:-1], work.pieces[1:], strict=True)):
+            raise ValueError("pieces of a chunk must follow one another in a model with recurrent states")
+        start, end = work.pieces[0].start, work.pieces[-1].end
+        return StateRows([self._sequence(work.path, start, end, 0)], work.pieces)
+
+    def rows(self, rows: Sequence[Row]) -> StateRows:
+        """The rows of a decode step, in this order. Raises ValueError as `chunk`."""
+        found, first = list[SequenceRows](), 0
+        for row in rows:
+            found.append(self._sequence(row.path, row.start, row.start + row.num_tokens, first))
+            first += row.num_tokens
+        return StateRows(found)
+
+    def _sequence(self, path: Sequence[int], start: int, end: int, first_row: int) -> SequenceRows:
+        """Positions [start, end) of a path, as rows from `first_row` on."""
+        table = self._block_table
+        source = None
+        if start:
+            before = slots_of(table.extents(path, start - 1, start, EVERY_RANK))
+            if len(before) != 1:
+                raise ValueError(f"no recurrent state is held at position {start:,} of segment {path[-1]}")
+            [source] = before
+        stores = [
+            (position + 1 - start, extent.slot + position - extent.start)
+            for extent in table.resident_extents(path[-1], start, end, EVERY_RANK)
+            for position in range(extent.start, extent.end)
+        ]
+        return SequenceRows(first_row, first_row + end - start, source, tuple(stores))
+
+
+class StateStep:
+    """Computes the rows of a step in mixers."""
+
+    def __init__(self, rows: StateRows, pool: StatePool, device: str, comm: Comm | None = None) -> None:
+        """`comm`: the ranks that have the pieces of a chunk; None at world size 1, and for rows of every rank."""
+        self._pool = pool
+        self._pieces = rows.pieces
+        self._comm = comm
+        singles = [one for one in rows.sequences if one.end - one.start == 1 and one.source is not None and one.stores]
+        self._others = [
+            (
+                one,
+                None if one.source is None else numbers_on(device, [one.source]),
+                [(count, numbers_on(device, [slot])) for count, slot in one.stores],
+            )
+            for one in rows.sequences
+            if one not in singles
+        ]
+        self._singles_B = numbers_on(device, [one.start for one in singles])
+        self._sources_B = numbers_on(device, [one.source or 0 for one in singles])
+        self._targets_B = numbers_on(device, [one.stores[0][1] for one in singles])
+
+    def mix(self, mixer: SequenceMixer, hidden_TF: Tensor) -> Tensor:
+        """The results [T, F] of a mixer for the rows of this rank. Stores the states of the step. In prefill a
+        collective.
+        """
+        if not self._pieces:
+            return self._compute(mixer, hidden_TF)
+        rows_RF = hidden_TF[: len(self._pieces[0])]
+        if self._comm is not None:
+            gathered_NTF = self._comm.all_gather(hidden_TF.contiguous())
+            rows_RF = torch.cat([gathered_NTF[piece.rank, : len(piece)] for piece in self._pieces])
+        return self._own(self._compute(mixer, rows_RF), torch.zeros_like(hidden_TF))
+
+    def _own(self, results_RF: Tensor, own_TF: Tensor) -> Tensor:
+        """`own_TF` with the results of this rank's piece in its first rows."""
+        rank, first = 0 if self._comm is None else self._comm.rank, 0
+        for piece in self._pieces:
+            if piece.rank == rank:
+                own_TF[: len(piece)] = results_RF[first : first + len(piece)]
+            first += len(piece)
+        return own_TF
+
+    def _compute(self, mixer: SequenceMixer, rows_RF: Tensor) -> Tensor:
+        """The results of all rows. Sequences with a single row are computed together."""
+        results_RF = torch.empty_like(rows_RF)
+        if len(self._singles_B):
+            cache = StateCache(self._pool.load(mixer.layer, self._sources_B))
+            rows_B1F = rows_RF.index_select(0, self._singles_B)[:, None]
+            results_RF.index_copy_(0, self._singles_B, mixer.compute(rows_B1F, cache)[:, 0])
+            self._pool.store(mixer.layer, self._targets_B, cache.parts)
+        for one, source, stores in self._others:
+            cache = StateCache(None if source is None else self._pool.load(mixer.layer, source))
+            start = one.start
+            for count, slot in stores:
+                end = one.start + count
+                results_RF[start:end] = mixer.compute(rows_RF[None, start:end], cache)[0]
+                self._pool.store(mixer.layer, slot, cache.parts)
+                start = end
+            if start < one.end:
+                results_RF[start : one.end] = mixer.compute(rows_RF[None, start : one.end], cache)[0]
+        return results_RF
