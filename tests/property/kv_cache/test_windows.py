@@ -26,6 +26,7 @@ def test_growth_keeps_what_is_seen_and_its_promise(
     windows: WindowSpec, block_size: int, start: int, steps: list[int], is_chunk: bool
 ) -> None:
     placer = BlockPlacer([200], block_size, windows)
+    block_size = windows.block_size(block_size)
     count, first = sum(steps), start
     prefill, rows = (count, 0) if is_chunk else (0, count)
     reservation = placer.reserve(placer.blocks_needed(prefill, rows, num_at_once=max(steps)))
@@ -35,7 +36,7 @@ def test_growth_keeps_what_is_seen_and_its_promise(
         end = start + step
         seen = set(range(max(first, windows.first(start)), start))
         runs = placer.advance_windows(runs, start, end, reservation, is_chunk=is_chunk)
-        fresh = range(max(start, windows.first(end)) if is_chunk else start, end)
+        fresh = range(max(start, windows.first(end)) if is_chunk or windows.is_state else start, end)
         assert positions(runs) >= seen | set(fresh)
         assert all(min(run.start + block_size, run.end) > windows.first(start) for run in runs)
         assert sum(map(len, runs)) == len(positions(runs))

@@ -32,7 +32,7 @@ class Watched(Bench):
     def __init__(self, windows: WindowSpec | None = None, **changes: object) -> None:
         rotary = Rotary(kind="longrope", scaled_from=SCALED_FROM)
         super().__init__(blocks=(24, 24), windows=windows, rotary=rotary, check_every=50, **changes)
-        self.ranks = [RowState(self.config.block_size) for _ in range(NUM_RANKS)]
+        self.ranks = [RowState(self.placer.window_block_size) for _ in range(NUM_RANKS)]
         self.under_way: deque[tuple[StepPlan, StepPlan]] = deque()
         self.num_first = Counter[int]()
         """By sequence, the number of rows with all fields."""

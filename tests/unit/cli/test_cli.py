@@ -406,6 +406,7 @@ def test_serve_executes_the_coordinator_with_the_same_options(tmp_path: Path, mo
     engine = EngineConfig(
         model=str(tmp_path),
         weights="whole",  # the choice for weights of unknown size
+        weights_dtype="dequantized",
         world_size=3,
         threads_per_rank=2,
         merge="paper",

@@ -19,7 +19,7 @@ async def test_json_of_a_stream_is_one_object_per_event(terminal: Terminal) -> N
     assert last.keys() == {"finish_reason", "usage", "is_exact"}
     assert last["finish_reason"] == "length"
     usage = {"prompt_tokens": 4, "cached_tokens": 0, "completion_tokens": len(ANSWER)}
-    assert last["usage"] == usage | {"drafted_tokens": 0, "accepted_tokens": 0}
+    assert last["usage"] == usage | {"drafted_tokens": 0, "accepted_tokens": 0, "reasoning_tokens": 0}
     sampling = terminal.engine.prompts[0].sampling
     assert (sampling.seed, sampling.stop) == (5, ("q", "z"))
 

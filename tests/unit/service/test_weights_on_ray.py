@@ -36,4 +36,7 @@ async def test_the_memory_of_the_nodes_determines_the_weights(
     write_tensors(tmp_path / "model.safetensors", {"a": ("BF16", [1000])})
     engine = EngineConfig(model=str(tmp_path), world_size=4)
     service = Service(ServiceConfig(engine=engine, launcher="ray", ray_address="auto"), SizedFleet(size))
-    assert await service._choose_weights(engine) == (replace(engine, weights=weights), notes)
+    assert await service._choose_weights(engine) == (
+        replace(engine, weights=weights, weights_dtype="dequantized"),
+        notes,
+    )

@@ -40,7 +40,7 @@ def restore(pool: KvPool, piece_ref: Told, runs: tuple) -> None:
         piece_ref.name, first().get(piece_ref.name, piece_ref.digest), pool, piece_ref.runs, of_windows=of_windows
     )
     assert piece_ref.runs == tuple((run.start, run.end) for run in runs)
-    numbers = piece.find(runs, BLOCK)
+    numbers = piece.find(runs)
     assert numbers is not None
     piece.restore(pool, numbers, [block for run in runs for block in run.blocks])
 
