@@ -15,7 +15,7 @@ from tests.support.command_line import Served
 
 pytestmark = pytest.mark.extended
 
-MAX_BYTES = 60_000_000
+MAX_BYTES = 62_000_000
 FORBIDDEN = (
     "alembic blake3 cryptography fsspec jinja2 numpy opentelemetry-api prometheus-client psutil pyzmq ray s3fs "
     "safetensors sqlalchemy starlette tokenizers torch transformers triton uvicorn uvloop"
