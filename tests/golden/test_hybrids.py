@@ -32,6 +32,8 @@ CHUNK_SIZES = (64, 300, 4096)
 EVERY_WAY = list(itertools.product(WORLD_SIZES, CHUNK_SIZES, AT_ENDS))
 COVER = [(family, *EVERY_WAY[(7 * i) % len(EVERY_WAY)]) for i, family in enumerate(HYBRIDS * 3)]
 """Every family three times."""
+STATE_BYTES = {"qwen3_next": 40_000, "lfm2": 1_600}
+"""A little more than a state of the family has."""
 QUICK = ("qwen3_next", "lfm2")
 """Families for tests that need not run on all of them."""
 
@@ -158,7 +160,7 @@ async def fill(engine, document):
 async def test_a_context_without_room_for_its_state_is_refused(goldens, family):
     """Each context ends with a state: as many fit as the pool has, beside those of a generation."""
     golden = goldens(family)
-    async with running(config_for(golden.folder, max_sequences=1, state_bytes=12 * 40_000)) as engine:
+    async with running(config_for(golden.folder, max_sequences=1, state_bytes=12 * STATE_BYTES[family])) as engine:
         with pytest.raises(ResourceExhausted, match="recurrent states are needed, and contexts use too many of"):
             await fill(engine, golden.prompt[:40])
         for number in range(4):  # a document of several chunks, and a generation, need two states each
