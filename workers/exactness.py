@@ -38,6 +38,7 @@ from workers.group_session import GroupSession, RankResources
 from workers.kv_cache.pools import make_states
 from workers.kv_cache.slots import FloatKvPool
 from workers.kv_io.kv_io import KvIo
+from workers.model.mixers import describe_layers
 from workers.model.model import Model, describe_error, special_ids
 from workers.runners.verification import computing_in
 from workers.sampling.device_sampler import make_sampler
@@ -92,13 +93,15 @@ def verify_model(
     records: ExactnessRecords,
     groups: Groups | None = None,
 ) -> str:
-    """Like `check_exact`, but skips models whose fingerprint is recorded, and records a model that is exact. With
-    `groups`, rank 0 decides.
+    """Like `check_exact`, but skips models whose fingerprint is recorded, and records a model that agrees. With
+    `groups`, rank 0 decides. The comparison does not cover single rows that follow another formula, so the reason of a
+    model with such layers is never empty.
     """
+    reason = describe_two_formulas(model)
     is_first = groups is None or groups.world.rank == 0
     key = record_key(fingerprint, model, backend) if fingerprint and is_first else ""
     if _of_first(groups, bool(key) and records.holds(key), model.device):
-        return ""
+        return reason
     began = time.monotonic()
     note = check_exact(model, backend, config, groups)
     if is_first:
@@ -107,7 +110,14 @@ def verify_model(
         records.add(key)
     if model.device != "cpu":
         torch.cuda.empty_cache()  # releases the memory of the comparison for keys and values
-    return note
+    return note or reason
+
+
+def describe_two_formulas(model: Model) -> str:
+    """The reason why answers of a model may differ from `generate` although the two agree on the compared tokens; empty
+    if there is none."""
+    layers = model.mixers.with_two_formulas if model.mixers is not None else []
+    return f"{describe_layers(layers)}: transformers computes single rows by another formula" if layers else ""
 
 
 def _of_first(groups: Groups | None, is_so: bool, device: str) -> bool:

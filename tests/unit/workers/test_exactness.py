@@ -181,6 +181,18 @@ def test_inexact_result_is_not_recorded(tmp_path, monkeypatch, outcome):
     assert not (tmp_path / "exact").exists()
 
 
+@pytest.mark.parametrize(("family", "reason"), [("nemotron_h", "another formula"), ("lfm2", "")])
+def test_layers_with_two_formulas_are_not_reported_as_exact(tmp_path, family, reason):
+    """Neither after the comparison, nor when it is recorded."""
+    folder, records = make_checkpoint(tmp_path / "model", family), ExactnessRecords(tmp_path / "exact")
+    loaded, backend = model.load(str(folder), "float32", "cpu"), registry.choose("auto", "cpu", torch.float32)
+    for _ in range(2):
+        note = verify_model(loaded, backend, CONFIG, read_fingerprint(folder), records)
+        assert reason in note
+        assert bool(note) == bool(reason)
+    assert len(list((tmp_path / "exact").iterdir())) == 1
+
+
 def test_unwritable_record_folder_is_not_an_error(tmp_path, compared):
     (tmp_path / "file").touch()
     folder, records = (
