@@ -132,7 +132,8 @@ async def test_rank_that_raises_is_kept(ray_cluster: int) -> None:
     try:
         await service.start()
         assert len(await service.answer(4, 100)) == 100
-        assert (service.engine.cluster().epoch, service.engine.cluster().world_size) == (2, 2)
+        await until(lambda: service.engine.cluster().epoch == 2)  # rank 0 does not wait for rank 1 in these fakes
+        assert service.engine.cluster().world_size == 2
         assert service.control.losses == ()
     finally:
         await service.stop()
