@@ -16,7 +16,7 @@ from coordinator.engine.context_transfer import ContextTransfer
 from coordinator.engine.inflight_steps import InflightSteps, StepCompletion
 from coordinator.engine.stream import Stream
 from coordinator.engine.stream_registry import StreamRegistry
-from coordinator.engine.views import count_scheduled, view_cluster, view_context
+from coordinator.engine.views import count_scheduled, has_state_pool, view_cluster, view_context
 from coordinator.engine_messages import (
     AttributionContext,
     DocumentPart,
@@ -342,7 +342,7 @@ class Engine:
             owner=path.segments[-1],
             block_size=self._config.block_size,
             full_layers=readies[0].full_layers,
-            has_states=readies[0].windows is not None and readies[0].windows.is_state,
+            has_states=has_state_pool(readies[0]),
         )
 
     def last_upload_id(self, context_id: str) -> str:
