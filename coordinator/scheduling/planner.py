@@ -210,7 +210,7 @@ class Planner:
                 rows.append(job.next_row(self._placer))
             except Exception as error:
                 raise JobFailed(job, jobs[: len(rows)]) from error
-        work = Decode(tuple(rows) if under_way else self._drafter.draft(jobs, rows))
+        work = Decode(tuple(rows) if under_way else self._drafter.draft(jobs, rows, self._placer))
         return self._plan(work, jobs, is_apart=is_apart)
 
     def _plan(self, work: Work, jobs: Sequence[Job], *, is_apart: bool) -> StepPlan:
