@@ -397,6 +397,13 @@ class Engine:
             forked = await self._store.fork(source, context_id, num_tokens)
         return self.on_context_added(forked)
 
+    def place_before(self, context_id: str, position: int) -> int:
+        """The last position of a context, not after `position`, at which it can be forked; 0 if there is none. Raises
+        NotFound.
+        """
+        self.named(context_id)
+        return self._open().contexts.place_before(context_id, position)
+
     async def recompute_context(
         self, context_id: str, vocabulary_size: int, room: Room = unlimited_room
     ) -> types.Context:

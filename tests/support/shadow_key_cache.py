@@ -155,7 +155,7 @@ class ShadowKeyCache:
             for member in self.members if self._windows is not None else ():
                 self._keys[member, True, self._window_slot(book, position)] = None
         book.runs[book.runs.index(run)] = until(run, end, self._block_size)
-        book.window_runs = tuple(until(run, end, self._block_size) for run in book.window_runs)
+        book.window_runs = tuple(until(run, end, self._window_block_size) for run in book.window_runs)
 
     def _cut(self, book: Book, end: int) -> None:
         """An answer ended at `end`: no plan may read the slots of later tokens."""

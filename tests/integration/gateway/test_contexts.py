@@ -71,6 +71,8 @@ async def test_contexts_are_changed_forked_and_deleted(service: Served, url: str
         assert (changed.json()["display_name"], changed.json()["pinned"]) == ("B", True)
         made = await client.post("/v1/contexts/book/fork", json={"id": "half", "tokens": 2})
         assert (made.status_code, made.json()["tokens"]) == (201, 2)
+        made = await client.post("/v1/contexts/book/fork", json={"id": "twig", "tokens": 3, "recompute": True})
+        assert (made.status_code, made.json()["tokens"], made.json()["recomputed_tokens"]) == (201, 3, 0)
         wrong = await client.post("/v1/contexts/book/fork", json={"id": "NO"})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "id")
         assert (await client.delete("/v1/contexts/half")).status_code == 204
