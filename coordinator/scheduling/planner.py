@@ -200,7 +200,8 @@ class Planner:
         under_way = [flight.plan for flight in self._flights if isinstance(flight.plan.work, Decode)]
         if (is_apart and self._flights) or any(plan.num_drafts for plan in under_way):
             return None
-        if under_way and self._drafter.needs_previous_result(jobs):
+        may_draft = self._placer.num_draft_states != 0
+        if under_way and may_draft and self._drafter.needs_previous_result(jobs):
             return None
         is_alone = all(job.prompt.is_probe for job in jobs)
         jobs = self._portions.next(jobs, self._budget.probe_size(is_alone=is_alone))
