@@ -47,6 +47,7 @@ from zoo.families import FAMILIES
 MERGES, CHUNKS, PREFILLS = ("gather", "exchange", "butterfly"), (64, 300, 4096), ("auto", "queries", "keys")
 WAYS = zip(*map(itertools.cycle, (MERGES, CHUNKS, STATES, PREFILLS)))  # noqa: B905
 COVER = [(family, world_size, *way) for (family, world_size), way in zip(itertools.product(FAMILIES, (2, 3)), WAYS)]  # noqa: B905
+COVER += [(family, 4, *way) for family, way in zip(FAMILIES, WAYS)]  # noqa: B905
 SINGLE = ("llama", "qwen2.5", "mixtral", "gpt_oss", "gpt2")
 """Families without a vision part or latents, which are on every rank."""
 
