@@ -1,5 +1,6 @@
 """Weights divided over the ranks: tokens equal `generate`, and each rank holds and reads its part only."""
 
+import errno
 import itertools
 import os
 import shutil
@@ -35,11 +36,13 @@ from tests.support.running import running as run
 from tests.support.running import running_on
 from tests.support.thinned import thinned
 from tests.support.threads import ThreadRanks, config_for, make_spec
+from workers import rank as rank_module
 from workers.__main__ import main
 from workers.model.meta_model import outline
 from workers.model.model import read_config
 from workers.model.sharded_model import load_share
 from workers.model.weight_parts import plan_weights
+from workers.model.weight_reader import WeightReader
 from workers.model.weight_shares import Share
 from workers.rank import Rank
 from zoo.families import FAMILIES
@@ -359,6 +362,26 @@ def test_a_rank_without_the_files_cannot_read_lost_weights(goldens, tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelRefused, match=str(folder)):
         rank.hold(range(120))
+    rank.close()
+
+
+def test_weights_are_read_again_after_an_error_of_the_storage(goldens, monkeypatch):
+    """The other ranks may share the storage, and one such error would end them all."""
+    monkeypatch.setattr(rank_module, "FIRST_RETRY_SECONDS", 0.0)
+    rank, read, errors = loaded_with_room(goldens("llama").folder), WeightReader.read, [errno.EIO] * 3
+
+    def fail(reader, descriptor, start, buffer):
+        if errors:
+            raise OSError(errors.pop(), "input/output error")
+        read(reader, descriptor, start, buffer)
+
+    monkeypatch.setattr(WeightReader, "read", fail)
+    assert rank.hold(range(120)) > 0
+    assert not errors
+    errors += [errno.EIO] * rank_module.READ_ATTEMPTS
+    with pytest.raises((OSError, ModelRefused), match="input/output error"):
+        rank.hold(range(200))
+    assert not errors
     rank.close()
 
 
