@@ -55,7 +55,7 @@ SINGLE = ("llama", "qwen2.5", "mixtral", "gpt_oss", "gpt2")
 """Families without a vision part or latents, which are on every rank."""
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "world_size", "merge", "chunk_size", "state", "prefill"), COVER)
 async def test_tokens_equal_generate(goldens, family, world_size, merge, chunk_size, state, prefill):
     golden = goldens(family)
@@ -76,7 +76,7 @@ class ReadingRank(Rank):
         self.hold([part for part in range(NUM_PARTS) if part // 7 % 2 == self._spec.member])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "state"), list(zip(FAMILIES, itertools.cycle(STATES))))
 async def test_tokens_equal_generate_after_losses(goldens, family, state):
     golden, logits = goldens(family), Logits()
@@ -105,7 +105,7 @@ async def test_one_rank_may_hold_all_parts(goldens, family):
     rank.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -209,7 +209,7 @@ async def exchanges_of_a_step(golden, world_size, exchanged):
     return sorted((counts[2] - counts[1]).elements())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", EXCHANGES)
 async def test_exchanges_of_a_decode_step(goldens, exchanged, family):
     """The preflight counts those that the ranks begin."""
@@ -291,7 +291,7 @@ def test_one_rank_holds_all_weights(goldens):
 HEALED = (set(range(120)), set(range(120, 240))), (set(range(0, 240, 2)), set(range(1, 240, 2)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shares", HEALED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_that_holds_other_parts_has_their_bits(goldens, family, shares):
@@ -389,7 +389,7 @@ KILLED = list(itertools.product((1, 0), (0, 1)))
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("lost", "spare_ranks"), KILLED)
 async def test_an_answer_goes_on_after_a_loss(goldens, lost, spare_ranks):
     """With room the other ranks read a sixth each; without, the answer waits for the replacement."""
