@@ -83,13 +83,13 @@ def compare(golden, world_size, kind, **settings):
     assert (found.num_refused > 0) == (kind != "right")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "world_size", "kind"), thinned(EVERY, len(COVER)))
 def test_answers_and_keys_are_those_without_drafts(goldens, family, world_size, kind):
     compare(goldens(family), world_size, kind)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("family", "world_size", "kind"), WINDOWED)
 def test_replicated_windows_forget_what_was_refused(goldens, family, world_size, kind):
     compare(goldens(family), world_size, kind, window_keys="replicated")
@@ -99,7 +99,7 @@ REFUSED = [(count, number) for count in (1, 2, 3) for number in range(count + 1)
 """Numbers of drafts in each step, and the number of the refused one, if there is one."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "world_size"),
     [("lfm2", 1), ("qwen3_next", 2), ("granitemoehybrid", 1), ("kimi_linear", 2), ("nemotron_h", 1), ("jamba", 3)],
@@ -127,7 +127,7 @@ def answer_one(golden, world_size, draft):
     return drafting, drafting.answer([row], 10)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("merge", "kind"), thinned(MERGED, len(MERGES)))
 def test_drafts_are_verified_with_every_merge(goldens, merge, kind):
     compare(goldens("llama"), 3, kind, merge=merge)
