@@ -89,9 +89,7 @@ async def hybrid(tmp_path: Path) -> AsyncIterator[AsyncClient]:
     """A client of a service whose model has recurrent states. Its context `moby` has six documents of ten tokens."""
     engine = Engine(FakeRanks(2, 100, vocab=200, windows=STATES), CONFIG, max_positions=3000)
     async with running(engine):
-        application = Application(
-            engine, Tokenizer.load(write_model(tmp_path / "model"), DirectRenderer()), FakeEngine().describe
-        )
+        application = Application(engine, load_tokenizer(write_model(tmp_path / "model")), FakeEngine().describe)
         server = GrpcServer(application)
         port = await server.start("127.0.0.1", 0)
         async with AsyncClient(f"127.0.0.1:{port}") as client:
