@@ -32,6 +32,8 @@ NAMES = {
     "return_token_bytes": "logprobs",
     "text": "messages",
     "chat_template_kwargs.reasoning_effort": "reasoning_effort",
+    "require_tool_call": "tool_choice",
+    "required_tool": "tool_choice",
     **SOURCE_NAMES,
     **FORMAT_NAMES,
 }
