@@ -4,12 +4,12 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from msgspec.structs import replace
 
 from coordinator.grammars.compiler import GrammarCompiler
-from coordinator.text.call_grammar import UNKNOWN_FORMAT, CallTerms, call_grammar, parameters_field
+from coordinator.text.call_grammar import UNKNOWN_FORMAT, CallTerms, call_grammar, check_format, parameters_field
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import InvalidArgument
@@ -37,6 +37,8 @@ class AnswerGrammars:
         options that exclude each other, and the errors of the compiler."""
         if calls_are_constrained(request):
             self._check_calls(request)
+            if request.constraint is not None:  # refused here, the error names its field
+                await self._compiler.compile(request.tenant, request.constraint)
             return ""
         if (constraint := request.constraint) is None:
             return ""
@@ -61,6 +63,8 @@ class AnswerGrammars:
         try:
             return await compile_with(terms)
         except InvalidArgument as error:
+            if error.field == "constraint":  # the vocabulary has no grammars
+                raise InvalidArgument(_field_of(request), error.description) from None
             refusal = error
         loose = set[int]()
         for i, index in enumerate(indices):
@@ -85,10 +89,8 @@ class AnswerGrammars:
 
     def _check_calls(self, request: Generate) -> None:
         """Raises InvalidArgument unless calls can be constrained."""
-        strict = next((i for i, tool in enumerate(request.tools) if is_strict(tool)), 0)
-        field = f"tools[{strict}].function.strict"
+        field = _field_of(request)
         if request.require_tool_call or request.required_tool:
-            field = "required_tool" if request.required_tool else "require_tool_call"
             if not request.tools:
                 raise InvalidArgument(field, "needs tools")
             names = [tool["function"]["name"] for tool in request.tools]
@@ -100,6 +102,7 @@ class AnswerGrammars:
             raise InvalidArgument("constraint", "cannot be set together with strict tools, except JSON")
         if not self._tokenizer.answer_format.call_format:
             raise InvalidArgument(field, f"is not supported: {UNKNOWN_FORMAT}")
+        check_format(self._tokenizer.answer_format, self._tokenizer.marker_ids, self._tokenizer.end_tokens)
         self._check_ends(request, field)
 
     def _check_ends(self, request: Generate, field: str) -> None:
@@ -114,6 +117,14 @@ def calls_are_constrained(request: Generate) -> bool:
     return request.require_tool_call or bool(request.required_tool) or any(map(is_strict, request.tools))
 
 
+def _field_of(request: Generate) -> str:
+    """The field of a request because of which its calls are constrained."""
+    if request.require_tool_call or request.required_tool:
+        return "required_tool" if request.required_tool else "require_tool_call"
+    strict = next(i for i, tool in enumerate(request.tools) if is_strict(tool))
+    return f"tools[{strict}].function.strict"
+
+
 def _answer_schema(constraint: Constraint | None) -> dict[str, Any] | None:
     """The schema of an answer without calls. Raises InvalidArgument."""
     if constraint is None:
@@ -126,7 +137,7 @@ def _answer_schema(constraint: Constraint | None) -> dict[str, Any] | None:
         raise InvalidArgument(constraint.field, f"is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise InvalidArgument(constraint.field, "is not an object")
-    return found
+    return cast(dict[str, Any], found)
 
 
 def _free_tools(terms: CallTerms, refusal: InvalidArgument) -> Collection[int]:
@@ -138,7 +149,7 @@ def _free_tools(terms: CallTerms, refusal: InvalidArgument) -> Collection[int]:
 
 
 def _numbered(error: InvalidArgument, index: int) -> InvalidArgument:
-    """The error of a tool that was compiled alone, with its place in the request."""
+    """The error for a separately compiled tool, with its index in the request."""
     field, alone = error.field or "", parameters_field(0)
     path = parameters_field(index) + (field[len(alone) :] if field.startswith(alone) else "")
     return InvalidArgument(path, error.description)

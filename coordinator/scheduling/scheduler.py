@@ -398,6 +398,8 @@ class Scheduler:
                 reason = "stop"
             counts = (self._drafter.record_tokens(job, sampled), min(num_appended, len(sampled) - 1))
             self.drafts.add(*counts, num_appended)
+            if (forced := result.forced.get(job.id)) is not None:
+                self._drafter.record_forced(job, forced)
             event = Tokens(index, sampled[:num_appended], job.sample, attention[:num_appended], *counts)
             self._outcomes.append((request_id, event))
         if reason is not None:

@@ -1,7 +1,7 @@
 """Grammars of answers with tool calls, in llguidance's dialect of Lark.
 
-A grammar is made of a format, which is data, and of the schemas of the tools. The parser of the same format finds in
-each text of the grammar reasoning, text, and calls whose arguments satisfy the schemas.
+A grammar is made from a format, which is data, and the schemas of the tools. In each text of the grammar, the parser of
+the same format finds reasoning, text, and calls whose arguments satisfy the schemas.
 """
 
 import json
@@ -59,25 +59,33 @@ def parameters_field(index: int) -> str:
     return f"tools[{index}].function.parameters"
 
 
-def call_grammar(form: AnswerFormat, special: Mapping[str, int], end_tokens: frozenset[int], terms: CallTerms) -> str:
-    """The grammar of an answer. `special` are the ids of the markers that are special tokens.
-
-    Raises InvalidArgument naming `tools` if the format cannot be constrained, or the field of a tool if its schema
-    cannot.
-    """
-    if used := [marker for marker in form.markers if special.get(marker) in end_tokens]:
-        is_end = form.channels is not None and used == [form.channels.call_end]
-        if not is_end:
-            raise InvalidArgument("tools", f"calls cannot be constrained: the marker {used[0]} ends an answer")
-    spelling = Spelling(special)
-    if form.channels is not None:
-        return ChannelGrammar(form.channels, spelling, end_tokens, terms).text
-    if form.calls is None:
+def check_format(form: AnswerFormat, special: Mapping[str, int], end_tokens: frozenset[int]) -> None:
+    """Raises InvalidArgument naming `tools` if calls of a format cannot be constrained. `special` are the ids of the
+    markers that are special tokens."""
+    channels = form.channels
+    if channels is None and form.calls is None:
         raise InvalidArgument("tools", f"calls cannot be constrained: {UNKNOWN_FORMAT}")
-    return MarkerGrammar(form.reasoning, form.calls, spelling, terms).text
+    may_end = () if channels is None else (channels.call_end,)
+    for marker in form.markers:
+        if special.get(marker) in end_tokens and marker not in may_end:
+            raise InvalidArgument("tools", f"calls cannot be constrained: the marker {marker} ends an answer")
+    for marker in () if channels is None else (channels.start, channels.content, *channels.ends):
+        if marker not in special:
+            raise InvalidArgument("tools", f"calls cannot be constrained: {marker} is no special token")
 
 
-class Spelling:
+def call_grammar(form: AnswerFormat, special: Mapping[str, int], end_tokens: frozenset[int], terms: CallTerms) -> str:
+    """The grammar of an answer. Raises as `check_format`, and InvalidArgument naming the field of a tool whose schema
+    cannot be honoured."""
+    check_format(form, special, end_tokens)
+    notation = Notation(special)
+    if form.channels is not None:
+        return ChannelGrammar(form.channels, notation, end_tokens, terms).text
+    assert form.calls is not None
+    return MarkerGrammar(form.reasoning, form.calls, notation, terms).text
+
+
+class Notation:
     """Texts in the notation of grammars."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
@@ -155,9 +163,9 @@ class MarkerGrammar:
     """The grammar of answers with markers around reasoning and calls."""
 
     def __init__(
-        self, reasoning: ReasoningFormat | None, calls: CallFormat, spelling: Spelling, terms: CallTerms
+        self, reasoning: ReasoningFormat | None, calls: CallFormat, notation: Notation, terms: CallTerms
     ) -> None:
-        self._reasoning, self._calls, self._spelling, self._terms = reasoning, calls, spelling, terms
+        self._reasoning, self._calls, self._notation, self._terms = reasoning, calls, notation, terms
         self._tools = ToolRules(terms)
         lines = [*self._reasoning_lines(), *self._call_lines()]
         if terms.is_required:
@@ -172,19 +180,19 @@ class MarkerGrammar:
         return "thought" if self._terms.is_reasoning else "(thinking thought)?"
 
     def _reasoning_lines(self) -> list[str]:
-        """The rules of the reasoning: its beginning, and what follows up to its end."""
+        """The rules of the reasoning: its start marker, and its text with the end marker."""
         if self._reasoning is None:
             return []
         start, end = self._reasoning.start, self._reasoning.end
         lines = [
-            f"thought: TEXT? {self._spelling(end)}"
-            if self._spelling.is_special(end)
+            f"thought: TEXT? {self._notation(end)}"
+            if self._notation.is_special(end)
             else f"thought[lazy]: /{ANY}*{pattern_of(end)}/"
         ]
         if not self._terms.is_reasoning:
-            is_special = self._spelling.is_special(start)
+            is_special = self._notation.is_special(start)
             lines.append(
-                f"thinking: SPACE? {self._spelling(start)}"
+                f"thinking: SPACE? {self._notation(start)}"
                 if is_special
                 else f"thinking: /{WHITE}{{0,16}}{pattern_of(start)}/"
             )
@@ -198,7 +206,7 @@ class MarkerGrammar:
             case HeadedCalls():
                 content = self._tools.alternatives(
                     lambda name, arguments: [
-                        joined(self._spelling(before.format(name=name)), arguments, self._spelling(after))
+                        joined(self._notation(before.format(name=name)), arguments, self._notation(after))
                         for before, after in body.written
                     ]
                 )
@@ -207,7 +215,7 @@ class MarkerGrammar:
                 before, after = body.written
                 content = self._tools.alternatives(
                     lambda name, arguments: [
-                        joined(self._spelling(before.format(name=name)), arguments, self._spelling(after))
+                        joined(self._notation(before.format(name=name)), arguments, self._notation(after))
                     ]
                 )
                 return [f"content: {content}", *self._tools.tagged_lines(body, self._calls.end)]
@@ -226,12 +234,12 @@ class MarkerGrammar:
 
     def _call(self) -> str:
         """A call with its start marker."""
-        return joined(self._spelling(self._calls.start), self._after_start())
+        return joined(self._notation(self._calls.start), self._after_start())
 
     def _after_start(self) -> str:
         if not self._calls.end:
             return "SPACE? content"
-        return joined("SPACE? content SPACE?", self._spelling(self._calls.end))
+        return joined("SPACE? content SPACE?", self._notation(self._calls.end))
 
     def _more(self, *, is_bare: bool = False) -> str:
         """The calls after the first one. `is_bare`: they need no start marker, because no text precedes them."""
@@ -242,30 +250,30 @@ class MarkerGrammar:
 
     def _after_frame(self) -> str:
         frame = "".join(self._calls.frame[1:])
-        return joined("SPACE?", self._call(), self._more(), "SPACE?", self._spelling(frame))
+        return joined("SPACE?", self._call(), self._more(), "SPACE?", self._notation(frame))
 
     def _group(self) -> str:
         """All calls, with the markers around them."""
         if self._calls.frame:
-            return joined(self._spelling(self._calls.frame[0]), self._after_frame())
+            return joined(self._notation(self._calls.frame[0]), self._after_frame())
         if self._calls.is_bare:
             return joined(f"({self._call()} | content)", self._more(is_bare=True))
         return joined(self._call(), self._more())
 
     def _optional_lines(self) -> list[str]:
         """The rules of an answer that is text, or calls after text. Text cannot contain a marker that begins a call."""
-        calls, spelling, schema = self._calls, self._spelling, self._terms.answer_schema
+        calls, notation, schema = self._calls, self._notation, self._terms.answer_schema
         marker = calls.frame[0] if calls.frame else calls.start
         rest = self._after_frame() if calls.frame else joined(self._after_start(), self._more())
         if schema is not None:
             if calls.is_bare:
-                raise InvalidArgument("constraint", "cannot be set together with strict tools: calls have no marker")
-            return [f"optional: SPACE? (answer | {spelling(marker)} {rest} SPACE?)", f"answer: {json_rule(schema)}"]
+                raise InvalidArgument("tools", "cannot be strict together with a constraint: calls have no marker")
+            return [f"optional: SPACE? (answer | {notation(marker)} {rest} SPACE?)", f"answer: {json_rule(schema)}"]
         beginnings = self._other_beginnings()
-        texts = [each for each in sorted({marker, calls.start}) if not spelling.is_special(each)]
+        texts = [each for each in sorted({marker, calls.start}) if not notation.is_special(each)]
         lines = [f"FREE: /{ANY}+/{excluding(beginnings, texts)}"]
-        if spelling.is_special(marker):
-            answers = ["FREE?", f"FREE? {spelling(marker)} {rest} SPACE?"]
+        if notation.is_special(marker):
+            answers = ["FREE?", f"FREE? {notation(marker)} {rest} SPACE?"]
         else:
             others = excluding(beginnings, [each for each in texts if each != marker])
             lines.append(f"lead[lazy]: /{ANY}*{pattern_of(marker)}/{others}")
@@ -277,7 +285,7 @@ class MarkerGrammar:
     def _other_beginnings(self) -> list[str]:
         """The beginnings of answers that are no text: reasoning, and calls without a marker."""
         reasoning, found = self._reasoning, ["{"] if self._calls.is_bare else list[str]()
-        if reasoning is not None and not self._terms.is_reasoning and not self._spelling.is_special(reasoning.start):
+        if reasoning is not None and not self._terms.is_reasoning and not self._notation.is_special(reasoning.start):
             found.append(reasoning.start)
         return found
 
@@ -285,22 +293,19 @@ class MarkerGrammar:
 class ChannelGrammar:
     """The grammar of answers of several messages. At most one of them is a call, which ends the answer."""
 
-    def __init__(self, form: ChannelFormat, spelling: Spelling, end_tokens: frozenset[int], terms: CallTerms) -> None:
-        for marker in (form.start, form.content, *form.ends):
-            if not spelling.is_special(marker):
-                raise InvalidArgument("tools", f"calls cannot be constrained: {marker} is no special token")
+    def __init__(self, form: ChannelFormat, notation: Notation, end_tokens: frozenset[int], terms: CallTerms) -> None:
         tools = ToolRules(terms)
         before, after = form.written
 
         def header(channel: str) -> str:
-            return spelling(before.format(channel=channel))
+            return notation(before.format(channel=channel))
 
-        messages = [f"({header(channel)} TEXT? {spelling(after)})?" for channel in form.channels]
-        call_end = spelling(form.call_end)
+        messages = [f"({header(channel)} TEXT? {notation(after)})?" for channel in form.channels]
+        call_end = notation(form.call_end)
         is_end = call_end in {f"<[{each}]>" for each in end_tokens}
         calls = tools.alternatives(
             lambda name, arguments: [
-                joined(spelling(each.format(name=name)), arguments, "" if is_end else f"({call_end})?")
+                joined(notation(each.format(name=name)), arguments, "" if is_end else f"({call_end})?")
                 for each in form.written_calls
             ]
         )

@@ -1,7 +1,7 @@
 """Rules of grammars for the arguments of calls in tags, where values are JSON, or text for parameters of type string.
 
 A value ends at the first tag that may end it, even within a JSON string. Therefore strings in JSON values cannot
-contain `</`, and schemas must say where strings are: free values are refused, by the path of their schema.
+contain `</`, and each value needs a type: values of any type are refused, by the path of their schema.
 """
 
 import json

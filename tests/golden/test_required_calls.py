@@ -185,7 +185,8 @@ async def test_harmony_calls_a_tool_if_required(tmp_path: Path) -> None:
 async def test_unsupported_combinations_are_refused_by_name(service: Service) -> None:
     unique, impossible = {"x": {"type": "array", "uniqueItems": True}}, {"x": {"not": {}}}
     other: Any = {"type": "function", "function": {"name": "x"}}
-    json_object = {"type": "json_object"}
+    json_object: Any = {"type": "json_object"}
+    wrong: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": unique["x"]}}
     cases: list[tuple[dict[str, Any], str, str]] = [
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": other, "tools": TOOLS}, "tool_choice", "x is not in tools"),
@@ -196,6 +197,11 @@ async def test_unsupported_combinations_are_refused_by_name(service: Service) ->
             "not",
         ),
         ({"tool_choice": "required", "tools": TOOLS, "response_format": json_object}, "response_format", "required"),
+        (
+            {"tools": [tool("f", {}, strict=True)], "response_format": wrong},
+            "response_format.json_schema.schema",
+            "uniqueItems",
+        ),
     ]
     for options, param, words in cases:
         with pytest.raises(openai.BadRequestError, match=words) as raised:

@@ -70,10 +70,10 @@ class Alphabet:
         tokens += [each.encode() for text in ("▁tool call begin", "｜") for each in text]
         self.texts = [token.decode(errors="replace") for token in tokens] + markers
         self.special = {each: len(tokens) + i for i, each in enumerate(markers)} if is_special else {}
-        spelled = [b"" if is_special else each.encode() for each in markers]
+        with_text = [b"" if is_special else each.encode() for each in markers]
         self.end = len(self.texts)
         self.texts.append("")
-        self.vocabulary = make_vocabulary([*tokens, *spelled, b""], [*self.special.values(), self.end])
+        self.vocabulary = make_vocabulary([*tokens, *with_text, b""], [*self.special.values(), self.end])
 
     def ids_of(self, text: str) -> list[int]:
         """Tokens of one byte, and special tokens."""
