@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from bench.predict.formulas import Cluster
 from bench.predict.sharded_weights import exchanges_of
@@ -45,6 +47,7 @@ from zoo.families import FAMILIES
 MERGES, CHUNKS, PREFILLS = ("gather", "exchange", "butterfly"), (64, 300, 4096), ("auto", "queries", "keys")
 WAYS = zip(*map(itertools.cycle, (MERGES, CHUNKS, STATES, PREFILLS)))  # noqa: B905
 COVER = [(family, world_size, *way) for (family, world_size), way in zip(itertools.product(FAMILIES, (2, 3)), WAYS)]  # noqa: B905
+COVER += [(family, 4, *way) for family, way in zip(FAMILIES, WAYS)]  # noqa: B905
 SINGLE = ("llama", "qwen2.5", "mixtral", "gpt_oss", "gpt2")
 """Families without a vision part or latents, which are on every rank."""
 
@@ -320,6 +323,43 @@ def test_parts_given_up_are_in_memory_until_the_epoch_begins(goldens, family):
     found.weights.hold(range(80))
     found.weights.drop_surplus()
     assert 0 < found.weights.hold(range(120)) <= 40 / 80 * share_bytes_of(found) * 1.05
+
+
+def loaded_with_room(folder):
+    """Rank 0 of three, with its own share."""
+    rank = Rank(make_spec(0, config_for(folder, world_size=3, weights="sharded", spare_ranks=1, verify_model=False)))
+    rank.load(even_share(0, 3))
+    return rank
+
+
+def test_weights_of_another_checkpoint_do_not_replace_lost_ones(goldens, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(goldens("llama").folder, folder)
+    rank, file = loaded_with_room(folder), folder / "model.safetensors"
+    save_file({name: weight + 1 for name, weight in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(ModelRefused, match=f"{folder} has changed since the start"):
+        rank.hold(range(120))
+    rank.close()
+
+
+def test_weights_of_a_new_copy_of_the_checkpoint_replace_lost_ones(goldens, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(goldens("llama").folder, folder)
+    rank = loaded_with_room(folder)
+    shutil.rmtree(folder)
+    shutil.copytree(goldens("llama").folder, folder, copy_function=shutil.copyfile)
+    assert rank.hold(range(120)) > 0
+    rank.close()
+
+
+def test_a_rank_without_the_files_cannot_read_lost_weights(goldens, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(goldens("llama").folder, folder)
+    rank = loaded_with_room(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelRefused, match=str(folder)):
+        rank.hold(range(120))
+    rank.close()
 
 
 KILLED = list(itertools.product((1, 0), (0, 1)))
