@@ -92,6 +92,26 @@ def test_a_question_about_a_deleted_context_holds_its_room_while_it_waits() -> N
     machine.teardown()
 
 
+def test_a_long_prompt_preempts_a_prompt_that_shares_the_keys_of_an_idle_context() -> None:
+    """The long prompt needs the blocks that the prompt and the context share. They are not free after the preemption
+    alone, nor after the eviction alone."""
+    machine = DurableMachine()
+    machine.begin([10], 8, 4, 0, 2, 4, None, 0, "found")
+    machine.ingest(list(range(12)), "a", False, DEFAULT_SCHEDULING)
+    machine.run_steps(4, 1, 0.001)
+    machine.ask([50], 4, None, 1, DEFAULT_SCHEDULING, False)
+    machine.run_steps(1, 1, 0.001)
+    machine.ask(list(range(100, 136)), 1, None, 1, DEFAULT_SCHEDULING, False)
+    machine.ask(list(range(16)), 12, None, 1, DEFAULT_SCHEDULING, False)
+    machine.run_steps(1, 1, 0.001)
+    (_, sharing), (long,) = machine.scheduler._running.values(), machine.scheduler._queue
+    assert long.id in sharing.passed
+    assert sharing.prefill.path.segments[0] in machine.scheduler.contexts.get("a").path.segments
+    machine.run_steps(4, 1, 0.001)
+    assert long.is_running
+    machine.teardown()
+
+
 @pytest.mark.parametrize("num_tokens", [9, 8], ids=["of whole blocks", "that ends within a block"])
 def test_a_document_with_the_id_that_a_prompt_had_before_the_end_does_not_come_back_as_that_prompt(
     num_tokens: int,
