@@ -236,6 +236,8 @@ class Scheduler:
             self._deferral.update()  # first, because deferred jobs need no blocks for lost keys
             self._preempt_for_reload()
             self.job_recovery.resume()
+            if self._deferral.unblock_reload():
+                self.job_recovery.resume()
         while self._lifecycle.may_begin:
             if self._deferral.update():
                 self.job_recovery.resume()

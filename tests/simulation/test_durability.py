@@ -112,6 +112,15 @@ def test_a_long_prompt_preempts_a_prompt_that_shares_the_keys_of_an_idle_context
     machine.teardown()
 
 
+def test_contexts_that_have_no_room_together_while_they_are_reloaded_are_reloaded_one_by_one() -> None:
+    """Both are evicted for a long prompt. Each fits beside the other, but recomputation takes two more states."""
+    machine, windows = DurableMachine(), WindowSpec(reaches=(AttentionSpan(2),), num_blocks=4, is_state=True)
+    machine.begin([25], 20, 2, 8, 1, 4, windows, 0, "wrong")
+    machine.ask_constantly(size=1, percent=22, questions=[("a", 4), ("c", 1)], steps=1)
+    assert all(job.is_deferred for job in machine.scheduler._queue if job.context)
+    machine.teardown()
+
+
 @pytest.mark.parametrize("num_tokens", [9, 8], ids=["of whole blocks", "that ends within a block"])
 def test_a_document_with_the_id_that_a_prompt_had_before_the_end_does_not_come_back_as_that_prompt(
     num_tokens: int,
