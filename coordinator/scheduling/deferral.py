@@ -140,7 +140,8 @@ class Deferral:
         segments were added or evicted."""
         others = [job for job in self._lifecycle.requests.jobs() if job is not oldest]
         retained, resident = self._admission.resident(oldest, others)
-        room = self._placer.num_blocks - resident - oldest.num_blocks
+        # without the scratch of contexts that will be deferred, or whose request may be refused
+        room = self._placer.num_blocks - resident - oldest.num_blocks - self._limits.num_scratch(retained)
         if not (BlockCount().fits(room) or self._is_forced):
             return self.end()  # deferral cannot make enough room
         self._oldest, has_changed = oldest, False
@@ -150,6 +151,7 @@ class Deferral:
             group = groups[key]
             more = {segment.id: segment for segment in group.segments() if segment.id not in retained}
             needed = self._limits.wanted(self._placements.for_segments(more.values()))
+            needed += self._limits.num_scratch(retained | more) - self._limits.num_scratch(retained)
             if not more or (not group.is_deferred and needed.fits(room)):
                 kept.add(key)
                 retained |= more

@@ -121,6 +121,16 @@ def test_contexts_that_have_no_room_together_while_they_are_reloaded_are_reloade
     machine.teardown()
 
 
+def test_a_refused_question_does_not_end_the_turn_of_the_oldest_job() -> None:
+    """The context of the refused question needs window blocks for recomputation until it is evicted again."""
+    spans = (AttentionSpan(section=8), AttentionSpan(2), AttentionSpan(5))
+    machine, windows = DurableMachine(), WindowSpec(reaches=spans, num_blocks=9)
+    machine.begin([20], 20, 5, 0, 3, 3, windows, 2, "right")
+    machine.ask_constantly(size=31, percent=13, questions=[("c", 2), ("b", 2), ("a", 1)], steps=0)
+    assert machine.turn is not None
+    machine.teardown()
+
+
 @pytest.mark.parametrize("num_tokens", [9, 8], ids=["of whole blocks", "that ends within a block"])
 def test_a_document_with_the_id_that_a_prompt_had_before_the_end_does_not_come_back_as_that_prompt(
     num_tokens: int,
