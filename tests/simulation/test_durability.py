@@ -131,6 +131,15 @@ def test_a_refused_question_does_not_end_the_turn_of_the_oldest_job() -> None:
     machine.teardown()
 
 
+def test_a_job_that_is_recomputed_for_longer_positions_has_another_turn() -> None:
+    """It began in its turn for age. The question that overtakes it later runs when it is the oldest again."""
+    machine = DurableMachine()
+    machine.begin([10], 20, 4, 0, 1, 4, None, 0, "anything", scaled_from=24)
+    machine.ask_constantly(size=5, percent=68, questions=[("b", 3), ("a", 4), ("b", 2), ("c", 4)], steps=1)
+    machine.ask_constantly(size=0, percent=0, questions=[], steps=1)
+    machine.teardown()
+
+
 @pytest.mark.parametrize("num_tokens", [9, 8], ids=["of whole blocks", "that ends within a block"])
 def test_a_document_with_the_id_that_a_prompt_had_before_the_end_does_not_come_back_as_that_prompt(
     num_tokens: int,
