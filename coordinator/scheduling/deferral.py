@@ -52,7 +52,8 @@ class Deferral:
     job has begun, or no longer waits for room, the deferred questions wait for the reload of their contexts.
 
     Contexts that were in use together may not fit together while they are reloaded, because recomputation takes more
-    window blocks. If no job can run, all other questions are then deferred for the oldest job: see `unblock_reload`.
+    window blocks. If no job can run, the other questions are then deferred for the oldest job, and paused jobs that
+    hold its room are preempted: see `unblock_reload`.
     """
 
     def __init__(
@@ -99,20 +100,21 @@ class Deferral:
         return self._divide(oldest) or has_changed
 
     def unblock_reload(self) -> bool:
-        """Defers questions for the oldest waiting job if the contexts that are being reloaded do not fit together and
-        no running job can free blocks. Returns whether lost segments were evicted."""
+        """Defers questions for the oldest waiting job if lost keys have no room and no running job will free blocks:
+        contexts do not fit together while they are reloaded, or paused jobs hold the room. Returns whether it did."""
         if self._evictor is None or self._limits.may_grow or not self._is_reload_blocked:
             return False
         if (oldest := self._oldest_waiting()) is None:
             return False
         self._is_forced = True
-        return self._divide(oldest)
+        self._divide(oldest)
+        return True
 
     @property
     def _is_reload_blocked(self) -> bool:
         if self._recovery.is_over or self._recovery.is_reserved:
             return False
-        return not any(job.tail.is_ready for job in self._lifecycle.running.values())
+        return not any(job.tail.is_ready and not job.request.is_paused for job in self._lifecycle.running.values())
 
     def is_reloading(self, job: Job) -> bool:
         """Whether others are deferred for this job, and it waits for the reload of its context. Other jobs then

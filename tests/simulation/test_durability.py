@@ -140,6 +140,22 @@ def test_a_job_that_is_recomputed_for_longer_positions_has_another_turn() -> Non
     machine.teardown()
 
 
+def test_an_answer_that_is_not_read_yields_to_the_reload_of_a_context() -> None:
+    machine = DurableMachine()
+    machine.begin([13], 20, 3, 0, 1, 2, None, 0, "wrong")
+    machine.ingest(list(range(15)), "a", False, DEFAULT_SCHEDULING)
+    machine.run_steps(4, 2, 0.001)
+    machine.rest("a")
+    machine.ask(list(range(100, 125)), 6, None, 1, DEFAULT_SCHEDULING, False)
+    machine.run_steps(1, 1, 0.001)
+    [unread] = machine.scheduler._running
+    machine.ask([0], 2, "a", 1, DEFAULT_SCHEDULING, False)
+    machine._pause(unread, True)
+    machine.run_steps(12, 2, 0.001)
+    assert machine.open.keys() == {unread}
+    machine.teardown()
+
+
 @pytest.mark.parametrize("num_tokens", [9, 8], ids=["of whole blocks", "that ends within a block"])
 def test_a_document_with_the_id_that_a_prompt_had_before_the_end_does_not_come_back_as_that_prompt(
     num_tokens: int,
