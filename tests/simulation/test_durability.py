@@ -93,8 +93,8 @@ def test_a_question_about_a_deleted_context_holds_its_room_while_it_waits() -> N
 
 
 def test_a_long_prompt_preempts_a_prompt_that_shares_the_keys_of_an_idle_context() -> None:
-    """The long prompt needs the blocks that the prompt and the context share. They are not free after the preemption
-    alone, nor after the eviction alone."""
+    """The long prompt needs the blocks that the prompt and the context share. Neither the preemption nor the eviction
+    frees them without the other."""
     machine = DurableMachine()
     machine.begin([10], 8, 4, 0, 2, 4, None, 0, "found")
     machine.ingest(list(range(12)), "a", False, DEFAULT_SCHEDULING)
