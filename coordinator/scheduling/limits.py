@@ -51,7 +51,7 @@ class JobLimits:
         return wanted.fits(self._placer.num_blocks)
 
     def num_scratch(self, segments: Container[int] | None = None) -> BlockCount:
-        """Blocks that are needed only while all lost keys are recomputed or, given ids of `segments`, theirs."""
+        """Temporary blocks for the recomputation of lost keys, by default of all segments. `segments` has ids."""
         lossy = self._placements.with_losses
         placements = [one for one in lossy if segments is None or one.segment.id in segments]
         sizes = [placement.loss.num_tokens for placement in placements if placement.loss]
