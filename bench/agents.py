@@ -2,7 +2,7 @@
 
 Each turn sends the whole transcript, as agents do: the model's answer and the result of a tool are added to it. Tokens
 are counted against those that no service could avoid: the ones after the longest common prefix of a turn's prompt with
-the turn before it and its answer. What a template changes in the history is thus not counted as read again. Parts:
+the turn before it and its answer. Changes of the history by the template thus do not count as repeated work. Parts:
 
     alone      one session, with a template that keeps the history and one that shortens earlier answers
     forks      agents that continue the session from its middle, each with another result
@@ -43,7 +43,7 @@ TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}] {{ CONTENT }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
-KEPT = TEMPLATE.replace("CONTENT", "message.content")
+UNCHANGED = TEMPLATE.replace("CONTENT", "message.content")
 SHORTENED = TEMPLATE.replace(
     "CONTENT", "message.content[8:] if message.role == 'assistant' and not loop.last else message.content"
 )
@@ -93,7 +93,7 @@ class Session:
         self._known = prompt + [token for event in events if isinstance(event, Delta) for token in event.token_ids]
 
     def summary(self, first: int = 1) -> dict[str, object]:
-        """Of the turns from number `first` on, counted from 0."""
+        """The sums over turn number `first` and later ones, counted from 0."""
         rows = self.rows[first:]
         prompts = sum(row["prompt_tokens"] for row in rows)
         return {
@@ -139,7 +139,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = list[dict[str, object]]()
     with TemporaryDirectory(prefix="longleaf-bench-") as folder:
-        for name, template in (("keeps history", KEPT), ("shortens history", SHORTENED)):
+        for name, template in (("keeps history", UNCHANGED), ("shortens history", SHORTENED)):
             path = Path(folder, name.replace(" ", "-"))
             model = make_checkpoint(
                 path / "model",
@@ -148,7 +148,7 @@ def main() -> None:
                 max_positions=2 * (options.tokens + options.turns * options.growth),
                 chat_template=template,
             )
-            measured = measure(model, path / "data", options, is_whole=template == KEPT)
+            measured = measure(model, path / "data", options, is_whole=template == UNCHANGED)
             rows += [{"template": name} | row for row in measured]
     result = {"bench": "agents", "rows": rows, "goals": goals(rows), "machine": describe()}
     if options.json:
