@@ -4,7 +4,7 @@ Each turn sends the whole transcript, as agents do: the model's answer and the r
 are counted against those that no service could avoid: the ones after the longest common prefix of a turn's prompt with
 the turn before it and its answer. Changes of the history by the template thus do not count as repeated work. Parts:
 
-    alone      one session, with a template that keeps the history and one that shortens earlier answers
+    single     one session, with a template that keeps the history and one that shortens earlier answers
     forks      agents that continue the session from its middle, each with another result
     together   eight sessions of an eighth of the length, whose turns alternate
     restarted  the first turns after a restart: prompts are not stored, contexts are
@@ -165,7 +165,7 @@ def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
             name, share = f"read again, {row['template']}, {row['part']}", row["read_again_share"]
             found.append({"name": name, "value": share, "target": READ_AGAIN_TARGET, "met": share <= READ_AGAIN_TARGET})
     times = {row["part"]: row["first_token_ms"] for row in rows if row["template"] == "keeps history"}
-    ratio = round(times["alone"] / times["append"], 3)
+    ratio = round(times["single"] / times["append"], 3)
     name = "first token of a turn against a bare append"
     return [*found, {"name": name, "value": ratio, "target": FIRST_TOKEN_TARGET, "met": ratio <= FIRST_TOKEN_TARGET}]
 
@@ -183,7 +183,7 @@ def measure(model: Path, data: Path, options: argparse.Namespace, *, is_whole: b
         alone = session(client, options.tokens, 1)
         for _ in range(options.turns):
             alone.turn(options.answer)
-        yield {"part": "alone", **alone.summary()}
+        yield {"part": "single", **alone.summary()}
         if not is_whole:
             return
         yield {"part": "unshared", "first_token_ms": alone.rows[0]["first_token_ms"]}
