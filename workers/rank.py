@@ -1,5 +1,6 @@
 """One rank: a model, its share of the KV cache, and the epochs that it joins."""
 
+import itertools
 import logging
 import os
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from longleaf.backoff import backoff_delay
 from longleaf.comm import Groups
 from longleaf.comm.abort import ExchangeAborter, Sockets
 from longleaf.comm.process_group import (
@@ -24,7 +26,7 @@ from longleaf.comm.process_group import (
 from longleaf.config import cache_folder
 from longleaf.errors import ModelRefused, StartError
 from longleaf.fingerprint import Fingerprint, file_states, read_fingerprint
-from longleaf.formatting import describe_dequantization, human_bytes
+from longleaf.formatting import describe_dequantization, human_bytes, human_seconds
 from longleaf.kernels import registry
 from longleaf.kernels.backend import Backend
 from longleaf.kernels.cpu.compiled import NativeBackend
@@ -63,6 +65,9 @@ from workers.step.last_tokens import DeviceIds, HostIds, LastTokens
 log = logging.getLogger(__name__)
 OPEN_WITHOUT_PROBE: OpenStore = partial(Storage.open, probe=False)
 """Opens a storage without a write test: read-only storage is still readable."""
+READ_ATTEMPTS = 6
+"""Attempts to read weights of a lost rank."""
+FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 10.0
 
 
 class Rank:
@@ -209,16 +214,31 @@ class Rank:
         """
         if self._weights is None:
             raise RuntimeError("this rank holds all weights")
-        if self._weights.must_read(parts):
-            self._check_unchanged()
         began = time.monotonic()
-        num_bytes = self._weights.hold(parts)
+        num_bytes = self._read_parts(self._weights, parts)
         seconds = time.monotonic() - began
         log.info("weights: this rank holds %d parts; read %s in %.1f s", len(parts), human_bytes(num_bytes), seconds)
         self._ready = msgspec.structs.replace(
             self._ready, weight_bytes=weight_bytes(self.model.module), weight_parts=len(parts)
         )
         return num_bytes
+
+    def _read_parts(self, weights: LocalWeights, parts: Sequence[int]) -> int:
+        """Reads again after errors of the storage, which survivors may share: one such error would end all of them, and
+        with them the contexts."""
+        for number in itertools.count(1):
+            try:
+                if weights.must_read(parts):
+                    self._check_unchanged()
+                return weights.hold(parts)
+            except (OSError, ModelRefused) as error:
+                cause = error if isinstance(error, OSError) else error.__cause__
+                if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError) or number == READ_ATTEMPTS:
+                    raise
+                delay = backoff_delay(number, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS)
+                log.warning("weights: %s; this rank reads again in %s", error, human_seconds(delay))
+                time.sleep(delay)
+        raise AssertionError
 
     def _check_unchanged(self) -> None:
         """Raises ModelRefused if weights that are read now would be those of another model than the present ones."""
