@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -65,6 +65,19 @@ class HttpProblem(Exception):
 
     def encoded(self) -> bytes:
         return msgspec.json.encode(self.body)
+
+
+def renamed(problem: HttpProblem, rename: Callable[[str], str]) -> HttpProblem:
+    """The same error with another name of the field, also at the beginning of its message."""
+    if problem.param is None:
+        return problem
+    param = rename(problem.param)
+    message = problem.message
+    if message.startswith(problem.param):
+        message = param + message.removeprefix(problem.param)
+    return HttpProblem(
+        problem.status, message, kind=problem.kind, param=param, code=problem.code, headers=problem.headers
+    )
 
 
 def unavailable(message: str) -> HttpProblem:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from gateway.bodies import MemoryLease, body_of, share_of
 from gateway.callers import client_of, peer_of
-from gateway.models import model_name
+from gateway.models import model_name, target_of
 from gateway.openai.answers import (
     PendingCompletion,
     answer,
@@ -20,13 +20,12 @@ from gateway.openai.answers import (
     text_logprobs,
 )
 from gateway.openai.lengths import with_length
-from gateway.openai.models import target_of
 from gateway.openai.requests import ChatCompletionRequest, decode_chat
 from gateway.openai.response_format import NAMES as FORMAT_NAMES
 from gateway.openai.sources import NAMES as SOURCE_NAMES
 from gateway.openai.sources import annotation_fields, source_reader
 from longleaf.sampling import Logprobs
-from longleaf.types import Delta, Finished, ToolCall
+from longleaf.types import Delta, Finished, GenerateOptions, ToolCall
 
 NAMES = {
     "return_token_bytes": "logprobs",
@@ -50,18 +49,22 @@ async def _start_completion(request: Request, share: MemoryLease) -> PendingComp
     served = await model_name(request, client)  # authenticates the caller before the body is read
     requested, conversation, ignored = await body_of(request, share, decode_chat)
     target = target_of(served, requested.model, requested.context)
-    given = requested.max_completion_tokens if requested.max_tokens is None else requested.max_tokens
-    options = with_length(requested.options(peer_of(request)), given)
     sources = source_reader(client, request, requested.sources, target.context)
-    options |= requested.chat_options()
-    if requested.logprobs:
-        options |= {"num_logprobs": requested.top_logprobs or 0, "with_token_bytes": True}
-    events = client.generate(conversation, context=target.context, **options)
+    events = client.generate(conversation, context=target.context, **generate_options(requested, peer_of(request)))
     names = NAMES | {"context": "model" if requested.context is None else "context"}
     if requested.max_tokens is None and requested.max_completion_tokens is not None:
         names["sampling.max_token_count"] = "max_completion_tokens"
     formatter = ChatChunkFormatter(target.model, requested)
     return PendingCompletion(events, formatter, sources, requested.stream, names, ignored)
+
+
+def generate_options(requested: ChatCompletionRequest, peer: str) -> GenerateOptions:
+    """The client's options for a chat request. Raises HttpProblem that names the field."""
+    given = requested.max_completion_tokens if requested.max_tokens is None else requested.max_tokens
+    options = with_length(requested.options(peer), given) | requested.chat_options()
+    if requested.logprobs:
+        options |= {"num_logprobs": requested.top_logprobs or 0, "with_token_bytes": True}
+    return options
 
 
 class ChatChunkFormatter:
