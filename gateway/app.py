@@ -12,6 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gateway import cluster, static
+from gateway.anthropic.endpoints import create_message
 from gateway.bodies import BodyReader
 from gateway.contexts import resources, text, upload
 from gateway.contexts.upload_slots import UploadSlots
@@ -33,6 +34,7 @@ ROUTES = (
     ("/v1/models/{id:path}", "GET", models.get_model),
     ("/v1/chat/completions", "POST", chat.chat),
     ("/v1/completions", "POST", completions.completions),
+    ("/v1/messages", "POST", create_message),
     ("/v1/embeddings", "POST", models.embeddings),
     ("/v1/contexts", "GET", resources.list_contexts),
     ("/v1/contexts/{id}", "HEAD", upload.upload_state),
@@ -45,7 +47,8 @@ ROUTES = (
     ("/v1/cluster", "GET", cluster.cluster),
 )
 NO_ENDPOINT = (
-    "no such endpoint: this server has /v1/models, /v1/chat/completions, /v1/completions, /v1/contexts and /v1/cluster"
+    "no such endpoint: this server has /v1/models, /v1/chat/completions, /v1/completions, /v1/messages, "
+    "/v1/contexts and /v1/cluster"
 )
 
 
@@ -85,8 +88,8 @@ def _by_method(endpoints: dict[str, Any]) -> Callable[[Request], Any]:
     return endpoint
 
 
-async def _on_problem(_: Request, error: HttpProblem) -> Response:
-    return Response(error.encoded(), error.status, error.headers, "application/json")
+async def _on_problem(request: Request, error: HttpProblem) -> Response:
+    return Response(error.encoded(request.url.path), error.status, error.headers, "application/json")
 
 
 async def _on_error(request: Request, error: LongleafError) -> Response:

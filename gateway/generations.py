@@ -1,6 +1,6 @@
 """Responses to requests for a generation, streamed as events or whole, in the format of any API."""
 
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -11,10 +11,12 @@ from gateway.bodies import MemoryLease, json_response
 from gateway.errors import HttpProblem
 from gateway.sse import EventResponse, cancel_on_disconnect
 from longleaf.errors import LongleafError, Unavailable
-from longleaf.types import Delta, Event, Finished, Progress, Recovering, Started
+from longleaf.types import Delta, Event, Finished, Progress, Recovering, Started, ToolCall
 
 WARNING = "longleaf-warning"
 """Response header that lists ignored fields, and restrictions of the answer."""
+ARGUMENTS_PIECE = 1 << 14
+"""Maximum characters of a piece of arguments in a stream."""
 EventStream = Iterable[bytes]
 """Encoded server-sent events."""
 GenerationEvents = AsyncGenerator[Event, None]
@@ -162,3 +164,9 @@ async def _whole(events: GenerationEvents, formatter: AnswerFormatter) -> dict[s
     if len(ends) < formatter.num_samples:
         raise Unavailable("the service ended the stream before the end of the answer")
     return await formatter.whole(deltas, [ends[sample] for sample in sorted(ends)])
+
+
+def argument_pieces(call: ToolCall) -> Iterator[str]:
+    """The arguments of a call in pieces for a stream."""
+    for start in range(0, len(call.arguments), ARGUMENTS_PIECE):
+        yield call.arguments[start : start + ARGUMENTS_PIECE]

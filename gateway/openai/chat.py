@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from gateway.bodies import MemoryLease, body_of, share_of
 from gateway.callers import client_of, peer_of
+from gateway.generations import argument_pieces
 from gateway.models import model_name, target_of
 from gateway.openai.answers import (
     PendingCompletion,
@@ -34,8 +35,6 @@ NAMES = {
     **SOURCE_NAMES,
     **FORMAT_NAMES,
 }
-ARGUMENTS_PIECE = 1 << 14
-"""Maximum characters of a piece of arguments in a stream."""
 
 
 async def chat(request: Request) -> Response:
@@ -148,8 +147,8 @@ def _call(call: ToolCall, arguments: str) -> dict[str, Any]:
 def _call_pieces(index: int, call: ToolCall) -> Iterator[dict[str, Any]]:
     """The pieces of a call in a stream: id and name first, then the arguments."""
     yield {"index": index, **_call(call, "")}
-    for start in range(0, len(call.arguments), ARGUMENTS_PIECE):
-        yield {"index": index, "function": {"arguments": call.arguments[start : start + ARGUMENTS_PIECE]}}
+    for piece in argument_pieces(call):
+        yield {"index": index, "function": {"arguments": piece}}
 
 
 def _choice(sample: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
