@@ -21,6 +21,8 @@ from gateway.errors import HttpProblem, problem_of
 from gateway.guards import OriginGuardMiddleware
 from gateway.models import ModelNameCache
 from gateway.openai import chat, completions, models
+from gateway.openai.responses import endpoints as responses
+from gateway.openai.responses.store import ResponseStore
 from longleaf.client.proxy_client import ProxyClient
 from longleaf.errors import LongleafError
 from longleaf.service_settings import GatewayConfig
@@ -34,6 +36,9 @@ ROUTES = (
     ("/v1/models/{id:path}", "GET", models.get_model),
     ("/v1/chat/completions", "POST", chat.chat),
     ("/v1/completions", "POST", completions.completions),
+    ("/v1/responses", "POST", responses.create_response),
+    ("/v1/responses/{id}", "GET", responses.get_response),
+    ("/v1/responses/{id}", "DELETE", responses.delete_response),
     ("/v1/messages", "POST", create_message),
     ("/v1/embeddings", "POST", models.embeddings),
     ("/v1/contexts", "GET", resources.list_contexts),
@@ -47,8 +52,8 @@ ROUTES = (
     ("/v1/cluster", "GET", cluster.cluster),
 )
 NO_ENDPOINT = (
-    "no such endpoint: this server has /v1/models, /v1/chat/completions, /v1/completions, /v1/messages, "
-    "/v1/contexts and /v1/cluster"
+    "no such endpoint: this server has /v1/models, /v1/chat/completions, /v1/completions, /v1/responses, "
+    "/v1/messages, /v1/contexts and /v1/cluster"
 )
 
 
@@ -65,6 +70,7 @@ def make_app(client: ProxyClient, config: GatewayConfig, ending: asyncio.Event) 
     app.router.redirect_slashes = False
     app.state.client, app.state.model = client, ModelNameCache()
     app.state.bodies, app.state.ending = BodyReader(), ending
+    app.state.responses = ResponseStore(config.responses_ttl)
     app.state.public_url = config.public_url
     app.state.upload_slots = UploadSlots()
     guarded = OriginGuardMiddleware(app, config.allow_host, config.public_url, config.allow_origin)

@@ -37,6 +37,13 @@ def caller_of(request: Request) -> str:
     return peer_of(request) if credential is None else sha256(credential.encode()).hexdigest()
 
 
+def owner_of(request: Request) -> str:
+    """The owner of stored data: a hash of the credential. Callers without one have one owner in common, as they have
+    one tenant. Raises Unauthenticated for a malformed credential."""
+    credential = credential_of(request)
+    return "" if credential is None else sha256(credential.encode()).hexdigest()
+
+
 def credential_of(request: Request) -> str | None:
     """The credential in `Authorization: Bearer`, or else in `x-api-key`; None without one. Raises Unauthenticated for
     a malformed one."""

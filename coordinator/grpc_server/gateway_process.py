@@ -88,6 +88,7 @@ class GatewayProcess:
                 allow_host=config.gateway.allowed,
                 allow_origin=config.gateway.allowed_origins,
                 public_url=config.gateway.public_url,
+                responses_ttl=config.gateway.responses_ttl,
                 log_format=config.telemetry.log_format,
                 log_level=config.telemetry.log_level,
                 as_json=True,

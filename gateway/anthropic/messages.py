@@ -83,37 +83,36 @@ IGNORED = frozenset(("cache_control", "citations", "caller"))
 
 
 class ChatTurns:
-    """The messages of a conversation, and the index of the message in the request that each belongs to."""
+    """The messages of a conversation, and the field of the request that each belongs to."""
 
     def __init__(self) -> None:
         self.messages = list[Message]()
-        self.origins = list[int | None]()
+        self.names = list[str]()
 
-    def add(self, message: Message, origin: int | None) -> None:
-        """`origin` is None for the field `system`."""
+    def add(self, message: Message, name: str) -> None:
         self.messages.append(message)
-        self.origins.append(origin)
+        self.names.append(name)
 
-    def add_message(self, message: AnthropicMessage, index: int) -> None:
+    def add_message(self, message: AnthropicMessage, name: str) -> None:
         """Adds a message of the request. Raises HttpProblem that names the field."""
-        blocks = _blocks(message, f"messages[{index}].content")
+        blocks = _blocks(message, f"{name}.content")
         if message.role == "assistant":
-            self.add(_answer(blocks), index)
+            self.add(_answer(blocks), name)
             return
         texts = list[str]()
         for i, block in enumerate(blocks):
             if isinstance(block, ToolResultBlock):
-                self._add_text(message.role, texts, index)
-                text = text_of(block.content, f"messages[{index}].content[{i}].content")
+                self._add_text(message.role, texts, name)
+                text = text_of(block.content, f"{name}.content[{i}].content")
                 text = f"{ERROR}{text}" if block.is_error else text
-                self.add(Message("tool", text, tool_call_id=block.tool_use_id), index)
+                self.add(Message("tool", text, tool_call_id=block.tool_use_id), name)
             elif isinstance(block, TextBlock):
                 texts.append(block.text)
-        self._add_text(message.role, texts, index)
+        self._add_text(message.role, texts, name)
 
-    def _add_text(self, role: Literal["user", "system"], texts: list[str], index: int) -> None:
+    def _add_text(self, role: Literal["user", "system"], texts: list[str], name: str) -> None:
         if texts:
-            self.add(Message(role, SEPARATOR.join(texts)), index)
+            self.add(Message(role, SEPARATOR.join(texts)), name)
             texts.clear()
 
 

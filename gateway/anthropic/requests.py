@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -12,6 +11,7 @@ from msgspec import Meta
 from gateway.anthropic.messages import AnthropicMessage, ChatTurns, text_of
 from gateway.bodies import converted
 from gateway.errors import UNSUPPORTED_THREAD, HttpProblem, renamed
+from gateway.openai.field_names import FieldNames
 from gateway.openai.requests import MAX_STOPS, ChatCompletionRequest, Count, chat_request
 from longleaf.types import Conversation, Message
 
@@ -34,9 +34,9 @@ NAMES = (
     (re.compile(r"^(?:constraint|response_format)\b.*"), "output_config.format"),
     (re.compile(r"^(?:chat_template_kwargs\.)?reasoning_effort\b"), "output_config.effort"),
     (re.compile(r"^user\b"), "metadata.user_id"),
+    (re.compile(r"\btool_call_id$"), "tool_use_id"),
 )
 """Names of the fields of chat requests, as Anthropic's clients know them."""
-MESSAGE = re.compile(r"^messages\[(\d+)\]")
 
 
 class CacheControl(msgspec.Struct, frozen=True):
@@ -147,7 +147,7 @@ class ConvertedRequest(NamedTuple):
     conversation: Conversation
     ignored: list[str]
     """Names of ignored fields."""
-    rename: Callable[[str], str]
+    rename: FieldNames
     """Converts the name of a field of the chat request."""
     shows_thinking: bool
 
@@ -166,10 +166,10 @@ def decode_messages(raw: dict[str, Any]) -> ConvertedRequest:
         ignored.append("thinking.budget_tokens")
     turns = ChatTurns()
     if system := text_of(requested.system, "system"):
-        turns.add(Message("system", system), None)
+        turns.add(Message("system", system), "system")
     for i, message in enumerate(requested.messages):
-        turns.add_message(message, i)
-    rename = partial(_rename, origins=tuple(turns.origins))
+        turns.add_message(message, f"messages[{i}]")
+    rename = FieldNames(NAMES, tuple(turns.names))
     try:
         chat = chat_request(_chat_fields(requested))
     except HttpProblem as problem:
@@ -251,20 +251,6 @@ def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
     if choice.name is None:
         raise HttpProblem(400, "tool_choice.name: is required", param="tool_choice.name", code="invalid_value")
     return {"type": "function", "function": {"name": choice.name}}
-
-
-def _rename(param: str, *, origins: tuple[int | None, ...]) -> str:
-    """The name in Anthropic's API of a field of the chat request. `origins` has the index of the message in the request
-    for each message of the conversation; None: the field `system`."""
-    if (match := MESSAGE.match(param)) is not None:
-        index = int(match[1])
-        origin = origins[index] if index < len(origins) else None
-        rest = param[match.end() :].replace("tool_call_id", "tool_use_id")
-        return "system" if origin is None else f"messages[{origin}]{rest}"
-    for pattern, name in NAMES:
-        if pattern.search(param):
-            return pattern.sub(name, param)
-    return param
 
 
 def _unsupported(param: str, reason: str) -> HttpProblem:
