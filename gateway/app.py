@@ -57,8 +57,9 @@ NO_ENDPOINT = (
 )
 
 
-def make_app(client: ProxyClient, config: GatewayConfig, ending: asyncio.Event) -> ASGIApp:
-    """The ASGI application, which calls the service through `client`. Setting `ending` closes all watch streams."""
+def make_app(client: ProxyClient, config: GatewayConfig, ending: asyncio.Event, stored: ResponseStore) -> ASGIApp:
+    """The ASGI application, which calls the service through `client`. Setting `ending` closes all watch streams.
+    `stored` has the responses of /v1/responses."""
     handlers: dict[Any, Callable[[Request, Any], Any]] = {
         HttpProblem: _on_problem,
         LongleafError: _on_error,
@@ -70,7 +71,7 @@ def make_app(client: ProxyClient, config: GatewayConfig, ending: asyncio.Event) 
     app.router.redirect_slashes = False
     app.state.client, app.state.model = client, ModelNameCache()
     app.state.bodies, app.state.ending = BodyReader(), ending
-    app.state.responses = ResponseStore(config.responses_ttl)
+    app.state.responses = stored
     app.state.public_url = config.public_url
     app.state.upload_slots = UploadSlots()
     guarded = OriginGuardMiddleware(app, config.allow_host, config.public_url, config.allow_origin)

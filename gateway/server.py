@@ -9,12 +9,15 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from gateway.app import make_app
 from gateway.certificates import Certificate
+from gateway.openai.responses.files import ResponseFiles
+from gateway.openai.responses.store import ResponseStore
 from gateway.protocol import protocol_options
 from longleaf.client import Retries
 from longleaf.client.channels import Access
@@ -47,6 +50,8 @@ def client_for(config: GatewayConfig) -> ProxyClient:
     return ProxyClient(config.server, retries=Retries(limit=0), **access)
 
 
+EXPIRY_SECONDS = 60.0
+"""Interval at which expired responses are removed."""
 LAST_SECONDS = 1.0
 """Time for sending the final error to answers that are cut off."""
 
@@ -86,9 +91,12 @@ async def serve(
     """Serves until a signal, or `end`. Calls `announce` with its URL and that of the metrics. Raises InvalidArgument
     and StartError."""
     certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
-    with listen(config.host, config.port) as listener:
+    with listen(config.host, config.port) as listener, stored_responses(config) as stored:
         ending = asyncio.Event()
-        async with client_for(config) as client, counted(make_app(client, config, ending), config) as (app, metrics):
+        async with (
+            client_for(config) as client,
+            counted(make_app(client, config, ending, stored), config) as (app, metrics),
+        ):
             uvicorn_config = uvicorn.Config(
                 app,
                 lifespan="off",
@@ -104,6 +112,7 @@ async def serve(
             tasks = [asyncio.create_task(certificate.reload_on_change())] if certificate is not None else []
             end = end or asyncio.Event()
             tasks.append(asyncio.create_task(_end_with(server, end)))
+            tasks.append(asyncio.create_task(_remove_expired(stored)))
             if config.with_parent:
                 _watch_parent(end)
             scheme = "https" if certificate is not None else "http"
@@ -113,6 +122,22 @@ async def serve(
             finally:
                 for task in tasks:
                     task.cancel()
+
+
+@contextmanager
+def stored_responses(config: GatewayConfig) -> Generator[ResponseStore, None, None]:
+    """The responses of /v1/responses, in files if there is a folder. Raises StartError."""
+    if config.responses_dir is None:
+        yield ResponseStore(config.responses_ttl)
+        return
+    try:
+        files = ResponseFiles(Path(config.responses_dir))
+    except OSError as error:
+        raise StartError(f"cannot store responses in {config.responses_dir}: {error.strerror}") from error
+    try:
+        yield ResponseStore(config.responses_ttl, files=files)
+    finally:
+        files.close()
 
 
 @asynccontextmanager
@@ -128,6 +153,13 @@ async def counted(app: ASGIApp, config: GatewayConfig) -> AsyncGenerator[tuple[A
         yield metrics, await metrics.start(config.metrics_host, config.metrics_port)
     finally:
         await metrics.stop()
+
+
+async def _remove_expired(stored: ResponseStore) -> None:
+    """Removes expired responses also while no caller uses them."""
+    while True:
+        await asyncio.sleep(EXPIRY_SECONDS)
+        stored.remove_expired()
 
 
 async def _end_with(server: uvicorn.Server, end: asyncio.Event) -> None:

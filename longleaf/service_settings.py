@@ -160,7 +160,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Option(
             HTTP,
-            "How long the gateway stores the responses of /v1/responses, in memory.",
+            "How long the gateway stores the responses of /v1/responses; with --data-dir, they survive restarts.",
             limit=seconds(1, MAX_RESPONSES_SECONDS),
         ),
     ] = RESPONSES_SECONDS
@@ -443,6 +443,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     metrics_host: Annotated[str, Option(METRICS, "Address of the metrics port.", metavar="ADDRESS")] = LOOPBACK
     log_format: Annotated[LogFormat, Option(METRICS, "Log lines as text, or as JSON objects.")] = "text"
     log_level: Annotated[LogLevel, Option(METRICS, "Minimum severity to log; info includes every call.")] = "warning"
+    responses_dir: str | None = None
+    """Folder for the responses of /v1/responses; None: in memory only."""
     as_json: bool = False
     """Print the address as a JSON object instead of a text line."""
     with_parent: bool = False

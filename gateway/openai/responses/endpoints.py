@@ -84,8 +84,7 @@ async def _counted(
 def _add_response(
     store: ResponseStore, turn: ConversationTurn, response_id: str, encoded: bytes, answer: Message
 ) -> None:
-    whole = ConversationTurn(turn.owner, turn.previous, (*turn.messages, answer))
-    store.add(turn.owner, response_id, encoded, whole)
+    store.add(ConversationTurn(turn.owner, turn.previous, (*turn.messages, answer), response_id), encoded)
 
 
 def _no_store(response_id: str, encoded: bytes, answer: Message) -> None:

@@ -1,4 +1,4 @@
-"""Stored responses, and texts of running ones, in memory, with limits on age, number and bytes."""
+"""Stored responses, and texts of running ones, with limits on age, number and bytes."""
 
 import sys
 import time
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from gateway.errors import busy
+from gateway.openai.responses.files import ResponseFiles, TurnRecord
 from longleaf.types import Message
 
 MAX_RESPONSES = 4096
@@ -22,8 +23,11 @@ RESPONSE_BYTES = 1024
 class ConversationTurn:
     """The messages that one response adds to a conversation. Several turns may continue the same one."""
 
-    def __init__(self, owner: str, previous: "ConversationTurn | None", messages: tuple[Message, ...]) -> None:
-        self.owner, self.previous, self.messages = owner, previous, messages
+    def __init__(
+        self, owner: str, previous: "ConversationTurn | None", messages: tuple[Message, ...], turn_id: str = ""
+    ) -> None:
+        """`turn_id` is the id of the response; empty while it is running."""
+        self.id, self.owner, self.previous, self.messages = turn_id, owner, previous, messages
         self.num_bytes = sum(map(_message_bytes, messages))
 
     def conversation(self) -> tuple[Message, ...]:
@@ -45,6 +49,8 @@ class StoredResponse(NamedTuple):
     encoded: bytes
     """The response as JSON."""
     turn: ConversationTurn
+    created: float
+    """Seconds since 1970."""
     expires: float
 
     @property
@@ -65,10 +71,11 @@ class ResponseStore:
         max_responses: int = MAX_RESPONSES,
         max_owner_bytes: int = MAX_OWNER_BYTES,
         max_bytes: int = MAX_BYTES,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
+        files: ResponseFiles | None = None,
     ) -> None:
-        """`seconds` is the lifetime of a response."""
-        self._seconds, self._clock = seconds, clock
+        """`seconds` is the lifetime of a response. With `files`, the store begins with the responses in them."""
+        self._seconds, self._clock, self._files = seconds, clock, files
         self._max_responses, self._max_owner_bytes, self._max_bytes = max_responses, max_owner_bytes, max_bytes
         self._responses = dict[str, dict[str, StoredResponse]]()
         """By owner and id, the oldest first."""
@@ -78,26 +85,64 @@ class ResponseStore:
         """By owner."""
         self._running = dict[ConversationTurn, int]()
         """Turns of running responses, and the bytes of their other texts."""
+        if files is not None:
+            self._load(files)
+
+    def _load(self, files: ResponseFiles) -> None:
+        turns, stored = dict[str, ConversationTurn](), list[StoredResponse]()
+        for record in files.load():
+            previous = turns.get(record.previous)
+            if record.previous and previous is None:  # the process ended before the earlier turn was written
+                files.delete(record.id)
+                continue
+            turn = turns[record.id] = ConversationTurn(record.owner, previous, record.messages, record.id)
+            if record.encoded:
+                stored.append(StoredResponse(record.encoded, turn, record.created, record.expires))
+        for each in sorted(stored, key=lambda each: each.created):
+            self._insert(each)
+        for turn in turns.values():
+            if turn not in self._num_users:
+                files.delete(turn.id)
+        self.remove_expired()
+        for owner in list(self._responses):
+            self._shrink(owner)
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
         """None if the owner has no such response, or if it has expired."""
-        self._remove_expired()
+        self.remove_expired()
         return self._responses.get(owner, {}).get(response_id)
 
-    def add(self, owner: str, response_id: str, encoded: bytes, turn: ConversationTurn) -> None:
-        """Stores a response, and removes others that exceed the limits."""
-        self._remove_expired()
-        stored = StoredResponse(encoded, turn, self._clock() + self._seconds)
-        self._responses.setdefault(owner, {})[response_id] = stored
-        self._count(owner, stored.num_bytes)
+    def add(self, turn: ConversationTurn, encoded: bytes) -> None:
+        """Stores the response of a turn, and removes others that exceed the limits."""
+        self.remove_expired()
+        now = self._clock()
+        stored = StoredResponse(encoded, turn, now, now + self._seconds)
+        self._insert(stored)
+        self._save(stored)
+        self._shrink(turn.owner)
+
+    def _insert(self, stored: StoredResponse) -> None:
+        turn = stored.turn
+        self._responses.setdefault(turn.owner, {})[turn.id] = stored
+        self._count(turn.owner, stored.num_bytes)
         self._retain(turn)
-        self._shrink(owner)
+
+    def _save(self, stored: StoredResponse) -> None:
+        if self._files is None:
+            return
+        turn = stored.turn
+        previous, depth = turn.previous.id if turn.previous else "", sum(1 for _ in turn.path()) - 1
+        self._files.save(
+            TurnRecord(
+                turn.id, turn.owner, previous, depth, turn.messages, stored.encoded, stored.created, stored.expires
+            )
+        )
 
     @contextmanager
     def running(self, turn: ConversationTurn, num_bytes: int) -> Generator[None, None, None]:
         """Counts the texts of a running response: those of its turn, and `num_bytes` of others. Raises HttpProblem if
         the texts of running responses alone exceed a limit."""
-        self._remove_expired()
+        self.remove_expired()
         self._running[turn] = num_bytes
         self._retain(turn)
         self._count(turn.owner, num_bytes)
@@ -123,11 +168,20 @@ class ResponseStore:
 
     def remove(self, owner: str, response_id: str) -> bool:
         """Whether the owner had such a response."""
-        self._remove_expired()
+        self.remove_expired()
         if response_id not in self._responses.get(owner, {}):
             return False
         self._remove(owner, response_id)
         return True
+
+    def remove_expired(self) -> None:
+        """Removes expired responses. Other methods do so first."""
+        now = self._clock()
+        for owner, responses in list(self._responses.items()):
+            for response_id, stored in list(responses.items()):
+                if stored.expires > now:
+                    break
+                self._remove(owner, response_id)
 
     def audit(self) -> None:
         """Asserts that bytes and users are counted right."""
@@ -146,14 +200,6 @@ class ResponseStore:
         assert users == self._num_users
         assert {owner: count for owner, count in num_bytes.items() if count} == self._num_bytes
 
-    def _remove_expired(self) -> None:
-        now = self._clock()
-        for owner, responses in list(self._responses.items()):
-            for response_id, stored in list(responses.items()):
-                if stored.expires > now:
-                    break
-                self._remove(owner, response_id)
-
     def _remove_oldest(self, owner: str) -> None:
         self._remove(owner, next(iter(self._responses[owner])))
 
@@ -163,6 +209,8 @@ class ResponseStore:
             del self._responses[owner]
         self._release(stored.turn)
         self._count(owner, -stored.num_bytes)
+        if stored.turn in self._num_users:  # other responses continue it
+            self._save(stored._replace(encoded=b""))
 
     def _retain(self, turn: ConversationTurn) -> None:
         for each in turn.path():
@@ -178,6 +226,8 @@ class ResponseStore:
                 return
             del self._num_users[each]
             self._count(each.owner, -each.num_bytes)
+            if self._files is not None and each.id:
+                self._files.delete(each.id)
 
     def _count(self, owner: str, num_bytes: int) -> None:
         self._num_bytes[owner] = self._num_bytes.get(owner, 0) + num_bytes

@@ -182,6 +182,20 @@ async def test_other_owners_have_no_access(tmp_path: Path) -> None:
         assert (await http.delete(path, headers=acme)).json()["deleted"] is True
 
 
+async def test_stored_responses_survive_a_restart_of_the_gateway(hermes: Scripted, tmp_path: Path) -> None:
+    hermes.writes("No.")
+    address, folder = hermes.rpc.server, str(tmp_path / "responses")
+    async with opened(address, responses_dir=folder) as url, httpx2.AsyncClient(base_url=url) as http:
+        first = (await http.post("/v1/responses", json=BODY)).json()
+        second = (await http.post("/v1/responses", json=BODY | {"previous_response_id": first["id"]})).json()
+        await http.delete(f"/v1/responses/{first['id']}")
+    async with opened(address, responses_dir=folder) as url, httpx2.AsyncClient(base_url=url) as http:
+        assert (await http.get(f"/v1/responses/{second['id']}")).json() == second
+        assert (await http.get(f"/v1/responses/{first['id']}")).status_code == 404
+        await http.post("/v1/responses", json=BODY | {"previous_response_id": second["id"]})
+        assert hermes.prompt.count(QUESTION) == 3
+
+
 async def test_late_error_ends_the_stream(hermes: Scripted, http: httpx2.AsyncClient) -> None:
     hermes.writes("Yes.")
     hermes.engine.late_error = Unavailable("the rank was lost")
