@@ -156,7 +156,7 @@ async def counted(app: ASGIApp, config: GatewayConfig) -> AsyncGenerator[tuple[A
 
 
 async def _remove_expired(stored: ResponseStore) -> None:
-    """Removes expired responses also while no caller uses them."""
+    """Removes expired responses while no caller uses them."""
     while True:
         await asyncio.sleep(EXPIRY_SECONDS)
         stored.remove_expired()

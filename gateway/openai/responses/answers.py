@@ -1,5 +1,6 @@
 """Answers of the Responses API, streamed and whole."""
 
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import msgspec
 
 from gateway.errors import HttpProblem
 from gateway.generations import EventStream, argument_pieces
-from gateway.openai.answers import exactness_of, new_id, now
+from gateway.openai.answers import exactness_of, now
 from gateway.sse import event
 from longleaf.types import Delta, Finished, Message, Started, ToolCall, Usage
 
@@ -27,7 +28,7 @@ class ResponseFormatter:
     def __init__(self, fields: dict[str, Any], store: Callable[[str, bytes, Message], None]) -> None:
         """`fields` are those of the request that the response repeats; `store` stores the response by id, as JSON, with
         the message of the answer."""
-        self.id = f"resp_{new_id('')[1:]}"
+        self.id = _new_id("resp")
         self._fields, self._created, self._store = fields, now(), store
         self._output = OutputItems()
         self._num_events = 0
@@ -128,7 +129,7 @@ class OutputItems:
             return
         kind, part = _text_kind(item), _part(item, text)
         place = self._place(item) | {"content_index": 0}
-        more = {"logprobs": []} if kind == "output_text" else {}
+        more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
         yield AnswerEvent(f"response.{kind}.done", place | {"text": text} | more)
         yield AnswerEvent("response.content_part.done", place | {"part": part})
         done = item | {"status": status, "content": [part]}
@@ -144,17 +145,16 @@ class OutputItems:
         assert item is not None
         self._parts.append(text)
         text_kind = _text_kind(item)
-        more = {"logprobs": []} if text_kind == "output_text" else {}
+        more: dict[str, Any] = {"logprobs": []} if text_kind == "output_text" else {}
         fields = self._place(item) | {"content_index": 0, "delta": text} | more
         yield AnswerEvent(f"response.{text_kind}.delta", fields)
 
     def _begin(self, kind: str) -> Iterator[AnswerEvent]:
         item: dict[str, Any] = {"id": "", "type": kind, "status": "in_progress"}
         if kind == "reasoning":
-            item |= {"id": new_id("rs"), "summary": [], "encrypted_content": None}
+            item |= {"id": _new_id("rs"), "summary": [], "encrypted_content": None}
         else:
-            item |= {"id": new_id("msg"), "role": "assistant"}
-        item["id"] = item["id"].replace("-", "_")
+            item |= {"id": _new_id("msg"), "role": "assistant"}
         self._open = item
         self._parts.clear()
         yield AnswerEvent(
@@ -164,7 +164,7 @@ class OutputItems:
         yield AnswerEvent("response.content_part.added", place | {"part": _part(item, "")})
 
     def _add_call(self, call: ToolCall) -> Iterator[AnswerEvent]:
-        item = {"id": new_id("fc").replace("-", "_"), "type": "function_call", "status": "in_progress"}
+        item = {"id": _new_id("fc"), "type": "function_call", "status": "in_progress"}
         item |= {"call_id": call.id, "name": call.name, "arguments": ""}
         place = self._place(item)
         yield AnswerEvent("response.output_item.added", {"output_index": len(self.items), "item": item})
@@ -180,13 +180,17 @@ class OutputItems:
         return {"item_id": item["id"], "output_index": len(self.items)}
 
 
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
 def _text_kind(item: dict[str, Any]) -> str:
     return "reasoning_text" if item["type"] == "reasoning" else "output_text"
 
 
 def _part(item: dict[str, Any], text: str) -> dict[str, Any]:
     kind = _text_kind(item)
-    more = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
     return {"type": kind, "text": text, **more}
 
 

@@ -53,10 +53,10 @@ async def _start_response(request: Request, share: MemoryLease) -> PendingAnswer
     previous = None
     if requested.previous_response_id is not None:
         previous = _stored(request, owner, requested.previous_response_id, PREVIOUS).turn
-    earlier = previous.conversation() if previous is not None else ()
-    names = ["instructions"] * len(decoded.instructions) + [PREVIOUS] * len(earlier)
+    history = previous.conversation() if previous is not None else ()
+    names = ["instructions"] * len(decoded.instructions) + [PREVIOUS] * len(history)
     rename = FieldNames(NAMES, (*names, *decoded.names))
-    conversation = Conversation((*decoded.instructions, *earlier, *decoded.messages))
+    conversation = Conversation((*decoded.instructions, *history, *decoded.messages))
     try:
         options = generate_options(chat, peer_of(request))
     except HttpProblem as problem:

@@ -141,7 +141,7 @@ class ResponseStore:
     @contextmanager
     def running(self, turn: ConversationTurn, num_bytes: int) -> Generator[None, None, None]:
         """Counts the texts of a running response: those of its turn, and `num_bytes` of others. Raises HttpProblem if
-        the texts of running responses alone exceed a limit."""
+        a limit is exceeded and no response is left to remove."""
         self.remove_expired()
         self._running[turn] = num_bytes
         self._retain(turn)
