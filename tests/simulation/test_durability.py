@@ -13,11 +13,11 @@ from tests.support.snapshot_machine import SnapshotMachine
 
 
 class TestDurability(DurableMachine.TestCase):
-    settings = runs(100)
+    settings = runs(40)
 
 
 class TestSnapshots(SnapshotMachine.TestCase):
-    settings = runs(30)
+    settings = runs(15)
 
 
 @pytest.mark.extended
