@@ -1,6 +1,7 @@
 """Lifecycle of a gateway: listens, and stops on a signal or with its parent process."""
 
 import asyncio
+import logging
 import math
 import os
 import signal
@@ -25,6 +26,8 @@ from longleaf.client.proxy_client import ProxyClient
 from longleaf.config import join_address
 from longleaf.errors import StartError
 from longleaf.service_settings import GatewayConfig
+
+log = logging.getLogger("gateway")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -126,18 +129,20 @@ async def serve(
 
 @contextmanager
 def stored_responses(config: GatewayConfig) -> Generator[ResponseStore, None, None]:
-    """The responses of /v1/responses, in files if there is a folder. Raises StartError."""
-    if config.responses_dir is None:
-        yield ResponseStore(config.responses_ttl)
-        return
+    """The responses of /v1/responses, in files if there is a folder that no other gateway uses. Raises StartError."""
+    files = None
     try:
-        files = ResponseFiles(Path(config.responses_dir))
+        if config.responses_dir is not None:
+            files = ResponseFiles(Path(config.responses_dir))
+    except BlockingIOError:
+        log.warning("another gateway uses %s: responses are stored in memory only", config.responses_dir)
     except OSError as error:
         raise StartError(f"cannot store responses in {config.responses_dir}: {error.strerror}") from error
     try:
         yield ResponseStore(config.responses_ttl, files=files)
     finally:
-        files.close()
+        if files is not None:
+            files.close()
 
 
 @asynccontextmanager

@@ -1,6 +1,8 @@
 """Files of stored responses, so that they survive a restart."""
 
+import fcntl
 import logging
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +13,7 @@ from longleaf.durable_files import replace_file
 from longleaf.types import Message
 
 SUFFIX = ".response"
+LOCK = "lock"
 log = logging.getLogger("gateway")
 
 
@@ -37,8 +40,15 @@ class ResponseFiles:
     disk, and a turn that changes faster than the disk is written once. Errors of the disk are logged."""
 
     def __init__(self, folder: Path) -> None:
-        """Creates the folder. Raises OSError."""
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Creates the folder, and locks it. Raises OSError; BlockingIOError if another gateway uses it."""
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the data folder, if the service did not make it
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._lock_file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock_file)
+            raise
         self._folder = folder
         self._pending = dict[str, TurnRecord | None]()
         """By id, the next state to write; None: no file."""
@@ -69,8 +79,9 @@ class ResponseFiles:
         self._write(record_id, None)
 
     def close(self) -> None:
-        """Waits until all changes are written."""
+        """Waits until all changes are written, and releases the folder."""
         self._executor.shutdown()
+        os.close(self._lock_file)
 
     def _write(self, record_id: str, record: TurnRecord | None) -> None:
         with self._lock:

@@ -152,7 +152,7 @@ def test_any_order_keeps_the_counts_and_the_files(found: list[Step]) -> None:
         for owner, number in product("ab", range(len(found))):
             loaded.remove(owner, str(number))
         again.close()
-        assert not list(Path(folder).iterdir())
+        assert not list(Path(folder).glob("*.response"))
 
 
 def test_unreadable_and_orphaned_files_are_deleted(tmp_path: Path) -> None:
@@ -171,4 +171,14 @@ def test_unreadable_and_orphaned_files_are_deleted(tmp_path: Path) -> None:
     store.audit()
     files.close()
     assert store.get("a", "2") is None and store.get("a", "3") is not None
-    assert [path.name for path in tmp_path.iterdir()] == ["3.response"]
+    assert [path.name for path in tmp_path.glob("*.response")] == ["3.response"]
+
+
+def test_folder_is_private_and_has_one_gateway(tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "responses"
+    files = ResponseFiles(folder)
+    assert [path.stat().st_mode & 0o777 for path in (folder.parent, folder)] == [0o700, 0o700]
+    with pytest.raises(BlockingIOError):
+        ResponseFiles(folder)
+    files.close()
+    ResponseFiles(folder).close()
