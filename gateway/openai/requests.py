@@ -203,6 +203,13 @@ def decode_chat(raw: dict[str, Any]) -> tuple[ChatCompletionRequest, Conversatio
     if not isinstance(messages, list) or not messages:
         raise HttpProblem(400, "messages: give at least one", param="messages", code="invalid_value")
     turns = cast(list[object], messages)
+    requested = chat_request(given)
+    conversation = Conversation(tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns)))
+    return requested, conversation, ignored_fields(raw)
+
+
+def chat_request(given: dict[str, Any]) -> ChatCompletionRequest:
+    """The request with these fields, without its messages. Raises HttpProblem that names the field."""
     requested = converted(given, ChatCompletionRequest)
     if requested.top_logprobs is not None and not requested.logprobs:
         raise HttpProblem(400, "top_logprobs: needs logprobs", param="top_logprobs", code="invalid_value")
@@ -211,8 +218,7 @@ def decode_chat(raw: dict[str, Any]) -> tuple[ChatCompletionRequest, Conversatio
         raise HttpProblem(400, message, param="max_completion_tokens", code="invalid_value")
     check_stream(requested)
     _check_tool_choice(requested)
-    conversation = Conversation(tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns)))
-    return requested, conversation, ignored_fields(raw)
+    return requested
 
 
 def _check_tool_choice(request: ChatCompletionRequest) -> None:

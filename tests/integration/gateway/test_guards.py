@@ -314,7 +314,7 @@ async def test_each_caller_is_identified_by_its_credential(tmp_path: Path) -> No
     file.write_text("".join(f"{line_of(entry)}\n" for entry in entries))
     served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.from_file(str(file)))
     async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
-        acme, other = ({"authorization": f"Bearer {each}"} for each in names.values())
+        acme, other = {"x-api-key": names["acme"]}, {"authorization": f"Bearer {names['other']}"}
         plain = {"content-type": "text/plain"}
         assert (await client.post("/v1/contexts/book", content=b"x", headers=plain)).status_code == 401
         assert (await client.post("/v1/contexts/book", content=b"x", headers=plain | acme)).status_code == 200
@@ -329,6 +329,7 @@ async def test_each_caller_is_identified_by_its_credential(tmp_path: Path) -> No
     [
         "POST /v1/chat/completions",
         "POST /v1/completions",
+        "POST /v1/messages",
         "POST /v1/contexts/book/fork",
         "PATCH /v1/contexts/book",
         "POST /v1/contexts/book",
@@ -360,6 +361,7 @@ async def test_callers_without_a_credential_cannot_learn_the_model_name(tmp_path
 
         known = {"authorization": f"Bearer {credential}"}
         assert (await query("other", known))[0] == 404  # the gateway has cached the name from here on
-        for wrong in ({}, {"authorization": f"Bearer {new_credential()}"}):
+        assert (await query("other", {"x-api-key": credential}))[0] == 404
+        for wrong in ({}, {"authorization": f"Bearer {new_credential()}"}, {"x-api-key": new_credential()}):
             assert (await query("fake", wrong))[0] == 401
             assert await query("other", wrong) == await query("fake", wrong)

@@ -7,8 +7,8 @@ import httpx2
 import pytest
 
 from coordinator import engine_messages
+from gateway import generations
 from gateway.contexts import upload
-from gateway.openai import answers
 from gateway.sse import EventResponse
 from longleaf.types import Progress
 from tests.support.service import TEXT, Served, ids
@@ -35,7 +35,7 @@ async def until(lines: Any, line: str) -> None:
 async def test_queued_answer_reports_the_reason(
     service: Served, url: str, happens: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers, "EventResponse", partial(EventResponse, heartbeat=0.01))
+    monkeypatch.setattr(generations, "EventResponse", partial(EventResponse, heartbeat=0.01))
     service.engine.script, service.engine.is_endless = (happens,), True
     async with httpx2.AsyncClient(base_url=url) as client:
         for path, body in (("chat/completions", QUESTION), ("completions", {"prompt": "Who?", "stream": True})):
