@@ -166,7 +166,7 @@ async def test_stream_helper_and_parse(hermes: Scripted) -> None:
 async def test_other_owners_have_no_access(tmp_path: Path) -> None:
     engine = FakeEngine()
     served = serving(engine, tmp_path / "model", authenticator=credentials(tmp_path))
-    async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url) as http:
+    async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url, timeout=60) as http:
         acme, bolt = ({"authorization": f"Bearer {credential_of(tenant)}"} for tenant in (ACME, BOLT))
         made = await http.post("/v1/responses", json=BODY, headers=acme)
         path = f"/v1/responses/{made.json()['id']}"
@@ -185,11 +185,11 @@ async def test_other_owners_have_no_access(tmp_path: Path) -> None:
 async def test_stored_responses_survive_a_restart_of_the_gateway(hermes: Scripted, tmp_path: Path) -> None:
     hermes.writes("No.")
     address, folder = hermes.rpc.server, str(tmp_path / "responses")
-    async with opened(address, responses_dir=folder) as url, httpx2.AsyncClient(base_url=url) as http:
+    async with opened(address, responses_dir=folder) as url, httpx2.AsyncClient(base_url=url, timeout=60) as http:
         first = (await http.post("/v1/responses", json=BODY)).json()
         second = (await http.post("/v1/responses", json=BODY | {"previous_response_id": first["id"]})).json()
         await http.delete(f"/v1/responses/{first['id']}")
-    async with opened(address, responses_dir=folder) as url, httpx2.AsyncClient(base_url=url) as http:
+    async with opened(address, responses_dir=folder) as url, httpx2.AsyncClient(base_url=url, timeout=60) as http:
         assert (await http.get(f"/v1/responses/{second['id']}")).json() == second
         assert (await http.get(f"/v1/responses/{first['id']}")).status_code == 404
         await http.post("/v1/responses", json=BODY | {"previous_response_id": second["id"]})

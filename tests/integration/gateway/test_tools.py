@@ -218,7 +218,7 @@ async def test_template_without_tools_is_refused_by_name(tmp_path: Path) -> None
 async def test_unknown_format_leaves_text_with_the_reason(tmp_path: Path) -> None:
     async with scripted(tmp_path / "model", HERMES.replace("tool_call>", "my_call>")) as unknown:
         unknown.writes(CALL)
-        async with httpx2.AsyncClient(base_url=unknown.url) as http:
+        async with httpx2.AsyncClient(base_url=unknown.url, timeout=60) as http:
             for is_streamed in (False, True):
                 body = {"model": "fake", "messages": QUESTION, "tools": [WEATHER], "stream": is_streamed, "store": True}
                 answer = await http.post("/v1/chat/completions", json=body)
@@ -259,7 +259,7 @@ async def test_unknown_format_refuses_required_calls_by_name(tmp_path: Path) -> 
     ],
 )
 async def test_unsupported_tools_are_refused_by_name(hermes: Scripted, options: dict[str, Any], param: str) -> None:
-    async with httpx2.AsyncClient(base_url=hermes.url) as http:
+    async with httpx2.AsyncClient(base_url=hermes.url, timeout=60) as http:
         answer = await http.post("/v1/chat/completions", json={"model": "fake", "messages": QUESTION, **options})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
@@ -283,7 +283,7 @@ async def test_unsupported_tools_are_refused_by_name(hermes: Scripted, options: 
     ],
 )
 async def test_invalid_history_is_refused_by_name(hermes: Scripted, messages: Any, param: str) -> None:
-    async with httpx2.AsyncClient(base_url=hermes.url) as http:
+    async with httpx2.AsyncClient(base_url=hermes.url, timeout=60) as http:
         body = {"model": "fake", "messages": [*QUESTION, *messages], "tools": [WEATHER]}
         answer = await http.post("/v1/chat/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
