@@ -234,6 +234,9 @@ class Scheduler:
             self._deferral.update()  # first, because deferred jobs need no blocks for lost keys
             self._preempt_for_reload()
             self.job_recovery.resume()
+            if self._deferral.unblock_reload():
+                self._preempt_for_reload()
+                self.job_recovery.resume()
         while self._lifecycle.may_begin:
             if self._deferral.update():
                 self.job_recovery.resume()
@@ -282,7 +285,8 @@ class Scheduler:
         return True
 
     def _preempt_for_reload(self) -> None:
-        """Preempts jobs that overtook the oldest one if that makes enough room for the reload of its context."""
+        """Preempts jobs that overtook the oldest one, or are paused, if that makes enough room for the reload of its
+        context."""
         if (job := self._deferral.reloading) is None:
             return
         needed = self.recovery.num_unreserved(job.request.origin)
@@ -395,6 +399,8 @@ class Scheduler:
                 reason = "stop"
             counts = (self._drafter.record_tokens(job, sampled), min(num_appended, len(sampled) - 1))
             self.drafts.add(*counts, num_appended)
+            if (forced := result.forced.get(job.id)) is not None:
+                self._drafter.record_forced(job, forced)
             event = Tokens(index, sampled[:num_appended], job.sample, attention[:num_appended], *counts)
             self._outcomes.append((request_id, event))
         if reason is not None:

@@ -260,7 +260,7 @@ class SequenceJob(Job):
     def max_drafts(self) -> int:
         """Maximum number of drafts of any of its rows. Attention is reported for each position of a row, and must fit
         into the result of a step."""
-        if self.prompt.is_probe or self.prompt.grammar:  # drafts are not matched against a grammar
+        if self.prompt.is_probe:
             return 0
         most, cuts = self.prompt.max_draft_tokens, self.prompt.cuts
         return most if cuts is None else min(most, MAX_ATTRIBUTED_SPANS // max(1, cuts.num_spans) - 1)

@@ -112,6 +112,12 @@ class Drafter:
             self._recorded_tokens.append((job, tokens[-1].id, job.num_prompt + job.num_generated))
         return num_drafts
 
+    def record_forced(self, job: SequenceJob, token_ids: Sequence[int]) -> None:
+        """Records tokens that the grammar of a job forces after the tokens of a step, which the job has added to its
+        answer."""
+        if (drafts := self._drafter_of(job)) is not None:
+            drafts.record_forced(job.num_prompt + job.num_generated, token_ids)
+
     def learn(self) -> None:
         """Processes the recorded data once the ranks have the next plan: step durations, tokens for the n-gram index,
         and comparisons of sampled tokens with shadow drafts."""
