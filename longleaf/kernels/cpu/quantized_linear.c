@@ -8,16 +8,13 @@
    row of the scales of each output. x [rows, in] and y [rows, out] are contiguous; bias [out] or NULL. */
 
 #include <string.h>
-#ifdef __AVX__
-#include <immintrin.h>
-#endif
 
-/* numbers in a vector, and rows of x that are multiplied at once, limited by the number of registers */
+#include "vectors.h"
+
+/* rows of x that are multiplied at once, limited by the number of registers */
 #ifdef __AVX512F__
-#define WIDTH 16
 #define MAX_ROWS 4
 #else
-#define WIDTH 8
 #define MAX_ROWS 2
 #endif
 /* vectors of 16 numbers */
@@ -32,31 +29,6 @@
 /* as in linear.c */
 #define AHEAD 4096
 #define TASK 64
-
-#ifdef __clang__
-#define MOVE(vector, ...) __builtin_shufflevector(vector, vector, __VA_ARGS__)
-#else
-#define MOVE(vector, ...) __builtin_shuffle(vector, (ints){__VA_ARGS__})
-#endif
-#define INLINE static inline __attribute__((always_inline))
-#pragma GCC diagnostic ignored "-Wpsabi" /* about vectors as parameters: these functions are all inlined */
-
-/* Hides the origin of a vector from the compiler, which could otherwise reorder sums differently for other numbers of
-   rows. */
-#if defined(__AVX512F__)
-#define KEEP(vector) __asm__("" : "+v"(vector))
-#elif defined(__AVX__)
-#define KEEP(vector) __asm__("" : "+x"(vector))
-#else
-#define KEEP(vector)
-#endif
-
-typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef float wide __attribute__((vector_size(4 * WIDTH)));
-typedef int ints __attribute__((vector_size(4 * WIDTH)));
-typedef unsigned words __attribute__((vector_size(4 * WIDTH)));
-typedef signed char chars __attribute__((vector_size(WIDTH)));
-typedef unsigned char bytes __attribute__((vector_size(WIDTH)));
 
 /* Types of numbers and of scales, as numbered in longleaf/kernels/cpu/quantized_linear.py. FLOAT8 is E4M3, FLOAT4 is
    E2M1, and POWER8 is E8M0. */
@@ -113,20 +85,6 @@ INLINE void read_scales(const struct matrix *matrix, long row, long count, float
             found[g] = of_bits(small[g] ? (unsigned)small[g] << 23 : 1u << 22) * factor;
         break;
     }
-}
-
-/* The sum of all numbers, in an order that does not depend on the code around it. */
-INLINE float add_up(wide all)
-{
-#ifdef __AVX512F__
-    all += MOVE(all, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    all += MOVE(all, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    all += MOVE(all, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-#else
-    all += MOVE(all, 4, 5, 6, 7, 0, 1, 2, 3);
-    all += MOVE(all, 2, 3, 0, 1, 6, 7, 4, 5);
-#endif
-    return all[0] + all[1];
 }
 
 /* Numbers of 8 bits. The exponents of E4M3 become those of 16-bit or 32-bit floats by a shift and a factor: of 256 for
@@ -520,9 +478,6 @@ void longleaf_dequantize(const struct matrix *matrix, long first, long end, floa
         }
     }
 }
-
-/* As in decode.c: starts work(job) on several threads of the OpenMP library that torch uses. */
-typedef void parallel(void (*work)(void *), void *job, unsigned num_threads, unsigned flags);
 
 /* `start` is needed for more than one thread. */
 void longleaf_quantized_linear(const struct matrix *matrix, const float *x, const float *bias, float *y, long num_rows,
