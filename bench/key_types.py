@@ -2,8 +2,8 @@
 
 All types take turns over the same random keys; the ratio is that of the medians, above 1 where a type is faster than
 float32. `error` is the norm of the difference from float32, relative to that of the answer. Rows of fp8 (E4M3), which
-no rank uses, have the error only: with a scale for each token and head, and with the scale 1. `differing` is the share
-of the elements that differ between 8 ranks and 1 after the answer was rounded to the type of the keys. Usage:
+no rank uses, have the error only: with a scale for each token and head, and without scales. The answer is rounded to
+the type of the keys; `differing` is the share of its elements that differ between 8 ranks and 1. Usage:
 
     python -m bench.key_types --json
     python -m bench.key_types --keys 65536 --heads 8 32 --repeats 20
