@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
 from longleaf.checkpoints.quantization import quantize
+from longleaf.config import DtypeName
 from longleaf.errors import InvalidArgument, ModelRefused
 from workers.model.model import load
 from workers.quantize_checkpoint import fp8_block, int4, quantize_checkpoint
@@ -67,12 +68,13 @@ def test_blocks_that_are_not_full_and_zeros_are_quantized() -> None:
     [("fp8-block", FineGrainedFP8Config(dequantize=True)), ("int4", CompressedTensorsConfig(run_compressed=False))],
     ids=["fp8-block", "int4"],
 )
-def test_other_packages_read_the_same_weights(tmp_path: Path, kind: str, settings: Any, dtype: str) -> None:
+def test_other_packages_read_the_same_weights(tmp_path: Path, kind: str, settings: Any, dtype: DtypeName) -> None:
     """transformers dequantizes FP8, compressed-tensors INT4. The former requires whole blocks, and
     returns float32.
     """
-    sizes = {"hidden": 256, "num_heads": 4, "num_kv_heads": 2, "ffn": 384}
-    source = make_checkpoint(tmp_path / "source", "llama", num_layers=2, **sizes)
+    source = make_checkpoint(
+        tmp_path / "source", "llama", num_layers=2, hidden=256, num_heads=4, num_kv_heads=2, ffn=384
+    )
     report = quantize_checkpoint(source, tmp_path / "quantized", kind)
     assert len(report.layers) == 14
     model: Any = AutoModelForCausalLM.from_pretrained(
