@@ -13,19 +13,21 @@ Shape letters: T rows of this rank, R rows of the step, B sequences, F features.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longleaf.comm import Comm
+from longleaf.kernels.cpu.recurrent import NO_SLOT, RecurrentPart
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.step import Prefill, Row
 from longleaf.runs import Run
 from workers.host_copies import numbers_on
 from workers.kv_cache.block_table import BlockTable, slots_of
 from workers.kv_cache.states import StatePool
-from workers.model.mixers import SequenceMixer, StateCache
+from workers.model.mixers import SequenceMixer, SequenceParts, StateCache
 
 
 class SequenceRows(NamedTuple):
@@ -92,6 +94,7 @@ class StateStep:
     def __init__(self, rows: StateRows, pool: StatePool, device: str, comm: Comm | None = None) -> None:
         """`comm`: the ranks that have the pieces of a chunk; None at world size 1, and for rows of every rank."""
         self._pool = pool
+        self._sequences = rows.sequences
         self._pieces = rows.pieces
         self._comm = comm
         singles = [one for one in rows.sequences if one.end - one.start == 1 and one.source is not None and one.stores]
@@ -107,6 +110,19 @@ class StateStep:
         self._singles_B = numbers_on(device, [one.start for one in singles])
         self._sources_B = numbers_on(device, [one.source or 0 for one in singles])
         self._targets_B = numbers_on(device, [one.stores[0][1] for one in singles])
+
+    @cached_property
+    def _compiled_parts(self) -> SequenceParts:
+        """The rows between stored states. Each part continues from the state that the one before it stored."""
+        parts = list[RecurrentPart]()
+        for one in self._sequences:
+            start, source = one.start, NO_SLOT if one.source is None else one.source
+            for count, slot in one.stores:
+                parts.append(RecurrentPart(start, one.start + count, source, slot))
+                start, source = one.start + count, slot
+            if start < one.end:
+                parts.append(RecurrentPart(start, one.end, source, NO_SLOT))
+        return SequenceParts.of(parts)
 
     def mix(self, mixer: SequenceMixer, hidden_TF: Tensor) -> Tensor:
         """The results [T, F] of a mixer for the rows of this rank. Stores the states of the step. In prefill a
@@ -130,7 +146,9 @@ class StateStep:
         return own_TF
 
     def _compute(self, mixer: SequenceMixer, rows_RF: Tensor) -> Tensor:
-        """The results of all rows. Sequences with a single row are computed together."""
+        """The results of all rows. Sequences with a single row are computed together, in compiled mixers all."""
+        if mixer.compiled is not None and rows_RF.dtype == torch.float32:
+            return mixer.compiled.compute(rows_RF, self._pool.parts(mixer.layer), self._compiled_parts)
         results_RF = torch.empty_like(rows_RF)
         if len(self._singles_B):
             cache = StateCache(self._pool.load(mixer.layer, self._sources_B))

@@ -1,0 +1,109 @@
+"""Mixers that compute the rows of steps with compiled kernels, against the modules of transformers."""
+
+import pytest
+import torch
+
+from longleaf.kernels.cpu.recurrent import NativeRecurrence
+from workers.kv_cache.states import StatePool
+from workers.model import compiled_mixers, model
+from workers.model.compiled_mixers import compile_mixers
+from workers.step.states import SequenceRows, StateRows, StateStep
+from zoo.checkpoints import make_checkpoint
+
+COMPILED = {
+    "qwen3_next": [0, 1, 2],
+    "qwen3_5": [0, 1, 2],
+    "qwen3_5_moe": [0, 1, 2],
+    "olmo_hybrid": [0, 1, 2],
+    "kimi_linear": [0, 1, 2],
+    "bailing_hybrid": [0, 1, 2],
+    "granitemoehybrid": [0, 1, 3],
+    "bamba": [0, 3],
+    "nemotron_h": [0, 3],
+    "falcon_h1": [0, 1, 2, 3],
+}
+PLAIN = ("lfm2", "jamba")
+TOLERANCE = 2e-6
+"""Relative to the largest number. Limits of time steps change the results of Nemotron-H by 3e-4."""
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return NativeRecurrence.load()
+
+
+def load(folder, family, dtype="float32", **settings):
+    return model.load(str(make_checkpoint(folder, family, settings=settings)), dtype, "cpu")
+
+
+def compile_all(found, kernels):
+    """The layers that compute with compiled kernels."""
+    compile_mixers(found.mixers.layers, found.module.config.get_text_config().hidden_size, kernels)
+    return [layer for layer, mixer in found.mixers.layers.items() if mixer.compiled is not None]
+
+
+def pool_of(found, generator):
+    """A pool of states of the size that they have in a model."""
+    pool = StatePool(found.mixers.parts(), 12, found.dtype, "cpu")
+    for layer in found.mixers.layers:
+        for part in pool.parts(layer).values():
+            part.copy_(torch.randn(part.shape, generator=generator) / 4)
+    return pool
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", COMPILED)
+def test_rows_of_several_sequences_equal_those_of_transformers(tmp_path, kernels, family):
+    """Sequences that begin or continue with one row or more, of which some states are stored."""
+    found = load(tmp_path, family)
+    rows_TF = torch.randn(17, 64, generator=torch.Generator().manual_seed(1))
+    sequences = [
+        SequenceRows(0, 1, 4, ((1, 7),)),
+        SequenceRows(1, 6, None, ((2, 8), (5, 9))),
+        SequenceRows(6, 7, 5, ((1, 10),)),
+        SequenceRows(7, 12, 6, ()),
+        SequenceRows(12, 13, None, ((1, 11),)),
+        SequenceRows(13, 17, 6, ((1, 0), (3, 1))),
+    ]
+    pools = [pool_of(found, torch.Generator().manual_seed(0)) for _ in range(2)]
+
+    def run(pool):
+        step = StateStep(StateRows(sequences), pool, "cpu")
+        return [step.mix(mixer, rows_TF) for mixer in found.mixers.layers.values()]
+
+    wanted = run(pools[0])
+    assert compile_all(found, kernels) == COMPILED[family]
+    results = run(pools[1])
+    states = [[part for layer in found.mixers.layers for part in pool.parts(layer).values()] for pool in pools]
+    for one, other in zip(results + states[1], wanted + states[0], strict=True):
+        assert (one - other).abs().max() <= TOLERANCE * other.abs().max()
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_other_forms_stay_plain(tmp_path, kernels, family, caplog):
+    assert compile_all(load(tmp_path, family), kernels) == []
+    assert "compiled" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [("bfloat16", {}), ("float32", {"linear_key_head_dim": 12}), ("float32", {"linear_conv_kernel_dim": 9})],
+)
+def test_other_sizes_and_types_stay_plain(tmp_path, kernels, dtype, settings):
+    assert compile_all(load(tmp_path, "qwen3_5", dtype, **settings), kernels) == []
+
+
+def test_wrong_results_stay_plain(tmp_path, kernels, monkeypatch, caplog):
+    """A module with the parts of a known one that computes something else, or has other shapes."""
+    rules = {**compiled_mixers.DELTA_RULES}
+    (names, project), *_ = rules.items()
+
+    def other(plain, rows_TF):
+        inputs = project(plain, rows_TF)
+        if plain.layer_idx == 1:
+            return inputs._replace(steps_TH=inputs.steps_TH * 1.001)
+        return inputs._replace(x_TC=inputs.x_TC[:, :-16]) if plain.layer_idx == 2 else inputs
+
+    monkeypatch.setitem(compiled_mixers.DELTA_RULES, names, other)
+    assert compile_all(load(tmp_path, "qwen3_5"), kernels) == [0]
+    assert "layers 1 and 2: results of the compiled kernels differ from those of transformers" in caplog.text

@@ -1,0 +1,227 @@
+"""Mixers whose convolution and recurrence are compiled: gated delta nets, KDA and Mamba-2 on CPU ranks, in float32.
+
+The projections before and after them, and the norms, are the modules of the plain mixer. A mixer is recognized by the
+names of its parts, and compared with the plain module before it is used: one with other results stays plain. Rows of
+many sequences are computed in one call, with states where the pool has them. The bits of a row do not depend on other
+sequences.
+
+Shape letters: T rows, F features, C channels of the convolution, K inputs that it keeps, H heads, D numbers of a key, V
+of a value.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longleaf.kernels.cpu.recurrent import Convolution, NativeRecurrence, RecurrentPart
+from workers.model.mixers import PartName, SequenceMixer, SequenceParts, StateCache, describe_layers
+
+ACTIVATIONS = ("silu", "swish")
+CONV, RECURRENT = PartName("conv", 0), PartName("recurrent", 0)
+WHOLE, CONTINUED = (9,), (5, 1, 1, 2)
+"""Numbers of rows of the parts in which a mixer is compared: of a sequence that begins, and of another one."""
+TOLERANCE = 5e-5
+"""Largest difference between results, relative to the largest one: see `workers.model.mixers.ROUNDING`."""
+
+log = logging.getLogger(__name__)
+
+
+class DeltaInputs(NamedTuple):
+    """The projections of rows for the gated delta rule."""
+
+    x_TC: Tensor
+    gates: Tensor
+    """[T, H * V]."""
+    log_decays: Tensor
+    """[T, H] or [T, H, D]."""
+    steps_TH: Tensor
+
+
+class DeltaRuleMixer:
+    """A gated delta net, whose state has one decay, or one for each number of a key (KDA)."""
+
+    def __init__(self, plain: Any, kernels: NativeRecurrence, project: Callable[[Any, Tensor], DeltaInputs]) -> None:
+        self._plain = plain
+        self._kernels = kernels
+        self._project = project
+        self._convolution = convolution_of(plain)
+        self._norm = plain.norm if hasattr(plain, "norm") else plain.o_norm
+        self._out = plain.out_proj if hasattr(plain, "out_proj") else plain.o_proj
+        self._key_heads: int = getattr(plain, "num_k_heads", None) or plain.num_heads
+
+    def compute(self, rows_TF: Tensor, pools: Mapping[PartName, Tensor], parts: SequenceParts) -> Tensor:
+        """Implements `workers.model.mixers.CompiledMixer`."""
+        inputs = self._project(self._plain, rows_TF)
+        found_THV = self._kernels.delta_rule(
+            inputs.x_TC,
+            self._convolution,
+            (pools[CONV], pools[RECURRENT]),
+            parts.table_P4,
+            inputs.log_decays.exp(),
+            inputs.steps_TH,
+            self._key_heads,
+        )
+        num_values = found_THV.shape[2]
+        normed = self._norm(found_THV.view(-1, num_values), inputs.gates.reshape(-1, num_values))
+        return self._out(normed.view(len(rows_TF), -1))
+
+
+class ScanMixer:
+    """Mamba-2. Several rows limit the time steps; a single row after others does not, as in transformers."""
+
+    def __init__(self, plain: Any, kernels: NativeRecurrence) -> None:
+        self._plain = plain
+        self._kernels = kernels
+        self._convolution = convolution_of(plain)
+        self._limits: tuple[float, float] = tuple(plain.time_step_limit)
+        self._is_limited = self._limits[0] > 0 or self._limits[1] < float("inf")
+        self._skips_H = plain.D.float().contiguous()
+
+    def compute(self, rows_TF: Tensor, pools: Mapping[PartName, Tensor], parts: SequenceParts) -> Tensor:
+        """Implements `workers.model.mixers.CompiledMixer`."""
+        plain, num_rows = self._plain, len(rows_TF)
+        if hasattr(plain, "mup_vector"):
+            projected = plain.in_proj(rows_TF * plain.ssm_in_multiplier) * plain.mup_vector.flatten()
+        else:
+            projected = plain.in_proj(rows_TF)
+        sizes = [plain.intermediate_size, plain.conv_dim, plain.num_heads]
+        gates, x_TC, steps_TH = projected.split(sizes, dim=-1)
+        steps_TH = functional.softplus(steps_TH + plain.dt_bias)
+        if self._is_limited:
+            steps_TH = torch.where(parts.is_single_T[:, None], steps_TH, steps_TH.clamp(*self._limits))
+        found_THV = self._kernels.scan(
+            x_TC,
+            self._convolution,
+            (pools[CONV], pools[RECURRENT]),
+            parts.table_P4,
+            torch.exp(-steps_TH * plain.A_log.exp()),
+            steps_TH,
+            self._skips_H,
+            plain.n_groups,
+        )
+        found = found_THV.view(num_rows, -1)
+        is_normed = getattr(plain, "mamba_rms_norm", True)
+        return plain.out_proj(plain.norm(found, gates) if is_normed else found * functional.silu(gates))
+
+
+def convolution_of(plain: Any) -> Convolution:
+    """The convolution of a plain mixer."""
+    bias = plain.conv1d.bias
+    return Convolution(plain.conv1d.weight[:, 0].T.contiguous(), bias)
+
+
+def _log_decays(plain: Any, decays_TH: Tensor) -> Tensor:
+    return -plain.A_log.exp() * functional.softplus(decays_TH + plain.dt_bias)
+
+
+def _project_qwen3_5(plain: Any, rows_TF: Tensor) -> DeltaInputs:
+    log_decays_TH, steps_TH = _log_decays(plain, plain.in_proj_a(rows_TF)), plain.in_proj_b(rows_TF).sigmoid()
+    return DeltaInputs(plain.in_proj_qkv(rows_TF), plain.in_proj_z(rows_TF), log_decays_TH, steps_TH)
+
+
+def _project_qwen3_next(plain: Any, rows_TF: Tensor) -> DeltaInputs:
+    """Projections are interleaved by key head."""
+    found = plain.fix_query_key_value_ordering(plain.in_proj_qkvz(rows_TF)[None], plain.in_proj_ba(rows_TF)[None])
+    query, key, value, gates, steps_TH, decays_TH = (each[0] for each in found)
+    x_TC = torch.cat([each.flatten(1) for each in (query, key, value)], dim=1)
+    return DeltaInputs(x_TC, gates, _log_decays(plain, decays_TH), steps_TH.sigmoid())
+
+
+def _project_separately(plain: Any, rows_TF: Tensor) -> Tensor:
+    return torch.cat([plain.q_proj(rows_TF), plain.k_proj(rows_TF), plain.v_proj(rows_TF)], dim=1)
+
+
+def _project_olmo(plain: Any, rows_TF: Tensor) -> DeltaInputs:
+    steps_TH = plain.b_proj(rows_TF).sigmoid() * (2.0 if plain.allow_neg_eigval else 1.0)
+    log_decays_TH = _log_decays(plain, plain.a_proj(rows_TF))
+    return DeltaInputs(_project_separately(plain, rows_TF), plain.g_proj(rows_TF), log_decays_TH, steps_TH)
+
+
+def _project_kda(plain: Any, rows_TF: Tensor) -> DeltaInputs:
+    gates = plain.g_proj(rows_TF) if hasattr(plain, "g_proj") else plain.g_b_proj(plain.g_a_proj(rows_TF))
+    log_decays_THD, steps_TH = plain.forget_gate(rows_TF[None])[0], plain.b_proj(rows_TF).sigmoid()
+    return DeltaInputs(_project_separately(plain, rows_TF), gates, log_decays_THD, steps_TH)
+
+
+DELTA_RULES: dict[tuple[str, ...], Callable[[Any, Tensor], DeltaInputs]] = {
+    ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "A_log", "dt_bias", "norm", "out_proj"): _project_qwen3_5,
+    ("in_proj_qkvz", "in_proj_ba", "A_log", "dt_bias", "norm", "out_proj"): _project_qwen3_next,
+    ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "A_log", "dt_bias", "o_norm", "o_proj"): _project_olmo,
+    ("q_proj", "k_proj", "v_proj", "forget_gate", "b_proj", "g_proj", "o_norm", "o_proj"): _project_kda,
+    ("q_proj", "k_proj", "v_proj", "forget_gate", "b_proj", "g_a_proj", "g_b_proj", "o_norm", "o_proj"): _project_kda,
+}
+"""Projections of a gated delta net by the names of its parts."""
+SCAN = ("in_proj", "A_log", "D", "dt_bias", "n_groups", "time_step_limit", "norm", "out_proj")
+
+
+@torch.inference_mode()
+def compile_mixers(layers: Mapping[int, SequenceMixer], num_features: int, kernels: NativeRecurrence) -> None:
+    """Makes mixers, whose rows have `num_features`, compute the rows of steps with compiled kernels, where they are in
+    CPU memory, their form is known, and the results are those of the plain module.
+    """
+    wrong = list[int]()
+    for layer, mixer in layers.items():
+        compiled = _make(mixer, kernels)
+        if compiled is not None and _is_alike(mixer, compiled, num_features):
+            mixer.use_compiled(compiled)
+        elif compiled is not None:
+            wrong.append(layer)
+    if wrong:
+        log.warning(
+            "%s: results of the compiled kernels differ from those of transformers, whose module is used instead "
+            "(slower)",
+            describe_layers(wrong),
+        )
+
+
+def _make(mixer: SequenceMixer, kernels: NativeRecurrence) -> DeltaRuleMixer | ScanMixer | None:
+    """The compiled form of a mixer; None if its form is unknown, or it is not float32."""
+    plain, parts = mixer.plain, {part.name: part.shape for part in mixer.parts}
+    is_float32 = all(each.dtype == torch.float32 and each.is_cpu for each in plain.parameters())
+    if parts.keys() != {CONV, RECURRENT} or not is_float32 or mixer.is_one_by_one:
+        return None
+    if getattr(plain, "activation", None) not in ACTIVATIONS or len(parts[RECURRENT]) != 3:
+        return None
+    if not kernels.can_run(*parts[CONV], *parts[RECURRENT][1:]):
+        return None
+    for names, project in DELTA_RULES.items():
+        if _has(plain, names):
+            return DeltaRuleMixer(plain, kernels, project)
+    return ScanMixer(plain, kernels) if _has(plain, SCAN) else None
+
+
+def _has(plain: nn.Module, names: Sequence[str]) -> bool:
+    return all(hasattr(plain, name) for name in (*names, "conv1d"))
+
+
+def _is_alike(mixer: SequenceMixer, compiled: DeltaRuleMixer | ScanMixer, num_features: int) -> bool:
+    """Whether the results and the last states of two sequences are those of the plain module. Any error counts as
+    another result: the form of the module is a guess.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows_TF = torch.randn(sum(WHOLE) + sum(CONTINUED), num_features, generator=generator)
+    pools = {part.name: torch.zeros(2, *part.shape) for part in mixer.parts}
+    wanted, states, parts, start = list[Tensor](), list[StateCache](), list[RecurrentPart](), 0
+    for slot, sizes in enumerate((WHOLE, CONTINUED)):
+        cache = StateCache()
+        for i, size in enumerate(sizes):
+            wanted.append(mixer.compute(rows_TF[None, start : start + size], cache)[0])
+            parts.append(RecurrentPart(start, start + size, slot if i else -1, slot))
+            start += size
+        states.append(cache)
+    try:
+        found_TF = compiled.compute(rows_TF, pools, SequenceParts.of(parts))
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        log.debug("layer %d: %s", mixer.layer, error)
+        return False
+    pairs = [(found_TF, torch.cat(wanted))]
+    pairs += [(pools[name], torch.cat([one.parts[name] for one in states])) for name in pools]
+    return all(one.shape == other.shape and _is_close(one, other) for one, other in pairs)
+
+
+def _is_close(found: Tensor, wanted: Tensor) -> bool:
+    return bool((found - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
