@@ -11,14 +11,14 @@ of a value.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from longleaf.kernels.cpu.recurrent import Convolution, NativeRecurrence, RecurrentPart
-from workers.model.mixers import PartName, SequenceMixer, SequenceParts, StateCache, describe_layers
+from workers.model.mixers import PartName, Projected, SequenceMixer, SequenceParts, StateCache, describe_layers
 
 ACTIVATIONS = ("silu", "swish")
 CONV, RECURRENT = PartName("conv", 0), PartName("recurrent", 0)
@@ -30,21 +30,10 @@ TOLERANCE = 5e-5
 log = logging.getLogger(__name__)
 
 
-class DeltaInputs(NamedTuple):
-    """The projections of rows for the gated delta rule."""
-
-    x_TC: Tensor
-    gates: Tensor
-    """[T, H * V]."""
-    log_decays: Tensor
-    """[T, H] or [T, H, D]."""
-    steps_TH: Tensor
-
-
 class DeltaRuleMixer:
     """A gated delta net, whose state has one decay, or one for each number of a key (KDA)."""
 
-    def __init__(self, plain: Any, kernels: NativeRecurrence, project: Callable[[Any, Tensor], DeltaInputs]) -> None:
+    def __init__(self, plain: Any, kernels: NativeRecurrence, project: Callable[[Any, Tensor], Projected]) -> None:
         self._plain = plain
         self._kernels = kernels
         self._project = project
@@ -53,21 +42,21 @@ class DeltaRuleMixer:
         self._out = plain.out_proj if hasattr(plain, "out_proj") else plain.o_proj
         self._key_heads: int = getattr(plain, "num_k_heads", None) or plain.num_heads
 
-    def compute(self, rows_TF: Tensor, pools: Mapping[PartName, Tensor], parts: SequenceParts) -> Tensor:
+    def project(self, rows_TF: Tensor) -> Projected:
+        """Inputs are the channels [T, C], the logarithms of decays, [T, H] or [T, H, D], and the steps [T, H]."""
+        return self._project(self._plain, rows_TF)
+
+    def advance(self, inputs: Sequence[Tensor], pools: Mapping[PartName, Tensor], parts: SequenceParts) -> Tensor:
         """Implements `workers.model.mixers.CompiledMixer`."""
-        inputs = self._project(self._plain, rows_TF)
-        found_THV = self._kernels.delta_rule(
-            inputs.x_TC,
-            self._convolution,
-            (pools[CONV], pools[RECURRENT]),
-            parts.table_P4,
-            inputs.log_decays.exp(),
-            inputs.steps_TH,
-            self._key_heads,
-        )
-        num_values = found_THV.shape[2]
-        normed = self._norm(found_THV.view(-1, num_values), inputs.gates.reshape(-1, num_values))
-        return self._out(normed.view(len(rows_TF), -1))
+        x_TC, log_decays, steps_TH = inputs
+        own, decays = (pools[CONV], pools[RECURRENT]), log_decays.exp()
+        return self._kernels.delta_rule(x_TC, self._convolution, own, parts.table_P4, decays, steps_TH, self._key_heads)
+
+    def finish(self, found_THV: Tensor, gates: Tensor) -> Tensor:
+        """Implements `workers.model.mixers.CompiledMixer`."""
+        num_rows, _, num_values = found_THV.shape
+        normed = self._norm(found_THV.reshape(-1, num_values), gates.reshape(-1, num_values))
+        return self._out(normed.view(num_rows, -1))
 
 
 class ScanMixer:
@@ -81,29 +70,30 @@ class ScanMixer:
         self._is_limited = self._limits[0] > 0 or self._limits[1] < float("inf")
         self._skips_H = plain.D.float().contiguous()
 
-    def compute(self, rows_TF: Tensor, pools: Mapping[PartName, Tensor], parts: SequenceParts) -> Tensor:
-        """Implements `workers.model.mixers.CompiledMixer`."""
-        plain, num_rows = self._plain, len(rows_TF)
+    def project(self, rows_TF: Tensor) -> Projected:
+        """Inputs are the channels [T, C] and the time steps [T, H]."""
+        plain = self._plain
         if hasattr(plain, "mup_vector"):
             projected = plain.in_proj(rows_TF * plain.ssm_in_multiplier) * plain.mup_vector.flatten()
         else:
             projected = plain.in_proj(rows_TF)
         sizes = [plain.intermediate_size, plain.conv_dim, plain.num_heads]
         gates, x_TC, steps_TH = projected.split(sizes, dim=-1)
-        steps_TH = functional.softplus(steps_TH + plain.dt_bias)
+        return Projected(gates, (x_TC, functional.softplus(steps_TH + plain.dt_bias)))
+
+    def advance(self, inputs: Sequence[Tensor], pools: Mapping[PartName, Tensor], parts: SequenceParts) -> Tensor:
+        """Implements `workers.model.mixers.CompiledMixer`."""
+        plain, (x_TC, steps_TH) = self._plain, inputs
         if self._is_limited:
             steps_TH = torch.where(parts.is_single_T[:, None], steps_TH, steps_TH.clamp(*self._limits))
-        found_THV = self._kernels.scan(
-            x_TC,
-            self._convolution,
-            (pools[CONV], pools[RECURRENT]),
-            parts.table_P4,
-            torch.exp(-steps_TH * plain.A_log.exp()),
-            steps_TH,
-            self._skips_H,
-            plain.n_groups,
+        own, decays_TH = (pools[CONV], pools[RECURRENT]), torch.exp(-steps_TH * plain.A_log.exp())
+        return self._kernels.scan(
+            x_TC, self._convolution, own, parts.table_P4, decays_TH, steps_TH, self._skips_H, plain.n_groups
         )
-        found = found_THV.view(num_rows, -1)
+
+    def finish(self, found_THV: Tensor, gates: Tensor) -> Tensor:
+        """Implements `workers.model.mixers.CompiledMixer`."""
+        plain, found = self._plain, found_THV.flatten(1)
         is_normed = getattr(plain, "mamba_rms_norm", True)
         return plain.out_proj(plain.norm(found, gates) if is_normed else found * functional.silu(gates))
 
@@ -118,36 +108,36 @@ def _log_decays(plain: Any, decays_TH: Tensor) -> Tensor:
     return -plain.A_log.exp() * functional.softplus(decays_TH + plain.dt_bias)
 
 
-def _project_qwen3_5(plain: Any, rows_TF: Tensor) -> DeltaInputs:
+def _project_qwen3_5(plain: Any, rows_TF: Tensor) -> Projected:
     log_decays_TH, steps_TH = _log_decays(plain, plain.in_proj_a(rows_TF)), plain.in_proj_b(rows_TF).sigmoid()
-    return DeltaInputs(plain.in_proj_qkv(rows_TF), plain.in_proj_z(rows_TF), log_decays_TH, steps_TH)
+    return Projected(plain.in_proj_z(rows_TF), (plain.in_proj_qkv(rows_TF), log_decays_TH, steps_TH))
 
 
-def _project_qwen3_next(plain: Any, rows_TF: Tensor) -> DeltaInputs:
+def _project_qwen3_next(plain: Any, rows_TF: Tensor) -> Projected:
     """Projections are interleaved by key head."""
     found = plain.fix_query_key_value_ordering(plain.in_proj_qkvz(rows_TF)[None], plain.in_proj_ba(rows_TF)[None])
     query, key, value, gates, steps_TH, decays_TH = (each[0] for each in found)
     x_TC = torch.cat([each.flatten(1) for each in (query, key, value)], dim=1)
-    return DeltaInputs(x_TC, gates, _log_decays(plain, decays_TH), steps_TH.sigmoid())
+    return Projected(gates, (x_TC, _log_decays(plain, decays_TH), steps_TH.sigmoid()))
 
 
 def _project_separately(plain: Any, rows_TF: Tensor) -> Tensor:
     return torch.cat([plain.q_proj(rows_TF), plain.k_proj(rows_TF), plain.v_proj(rows_TF)], dim=1)
 
 
-def _project_olmo(plain: Any, rows_TF: Tensor) -> DeltaInputs:
+def _project_olmo(plain: Any, rows_TF: Tensor) -> Projected:
     steps_TH = plain.b_proj(rows_TF).sigmoid() * (2.0 if plain.allow_neg_eigval else 1.0)
     log_decays_TH = _log_decays(plain, plain.a_proj(rows_TF))
-    return DeltaInputs(_project_separately(plain, rows_TF), plain.g_proj(rows_TF), log_decays_TH, steps_TH)
+    return Projected(plain.g_proj(rows_TF), (_project_separately(plain, rows_TF), log_decays_TH, steps_TH))
 
 
-def _project_kda(plain: Any, rows_TF: Tensor) -> DeltaInputs:
+def _project_kda(plain: Any, rows_TF: Tensor) -> Projected:
     gates = plain.g_proj(rows_TF) if hasattr(plain, "g_proj") else plain.g_b_proj(plain.g_a_proj(rows_TF))
     log_decays_THD, steps_TH = plain.forget_gate(rows_TF[None])[0], plain.b_proj(rows_TF).sigmoid()
-    return DeltaInputs(_project_separately(plain, rows_TF), gates, log_decays_THD, steps_TH)
+    return Projected(gates, (_project_separately(plain, rows_TF), log_decays_THD, steps_TH))
 
 
-DELTA_RULES: dict[tuple[str, ...], Callable[[Any, Tensor], DeltaInputs]] = {
+DELTA_RULES: dict[tuple[str, ...], Callable[[Any, Tensor], Projected]] = {
     ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "A_log", "dt_bias", "norm", "out_proj"): _project_qwen3_5,
     ("in_proj_qkvz", "in_proj_ba", "A_log", "dt_bias", "norm", "out_proj"): _project_qwen3_next,
     ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "A_log", "dt_bias", "o_norm", "o_proj"): _project_olmo,
@@ -214,7 +204,8 @@ def _is_alike(mixer: SequenceMixer, compiled: DeltaRuleMixer | ScanMixer, num_fe
             start += size
         states.append(cache)
     try:
-        found_TF = compiled.compute(rows_TF, pools, SequenceParts.of(parts))
+        gates, inputs = compiled.project(rows_TF)
+        found_TF = compiled.finish(compiled.advance(inputs, pools, SequenceParts.of(parts)), gates)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         log.debug("layer %d: %s", mixer.layer, error)
         return False

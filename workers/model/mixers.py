@@ -124,13 +124,28 @@ class SequenceParts(NamedTuple):
         return cls(parts_tensor(parts), torch.tensor(is_single))
 
 
-class CompiledMixer(Protocol):
-    """Computes the rows of a step in a mixer with compiled kernels."""
+class Projected(NamedTuple):
+    """The projections of rows in a compiled mixer."""
 
-    def compute(self, rows_TF: Tensor, pools: Mapping[PartName, Tensor], parts: SequenceParts) -> Tensor:
-        """The results [T, F] of rows of any sequences. States are read from slots of the pools, [slots, ...], and
-        written to others.
+    gates: Tensor
+    """[T, ...], for `CompiledMixer.finish`."""
+    inputs: tuple[Tensor, ...]
+    """Of the recurrence, each [T, ...]."""
+
+
+class CompiledMixer(Protocol):
+    """Computes the rows of a step in a mixer with compiled kernels. Only `advance` depends on other rows."""
+
+    def project(self, rows_TF: Tensor) -> Projected: ...
+
+    def advance(self, inputs: Sequence[Tensor], pools: Mapping[PartName, Tensor], parts: SequenceParts) -> Tensor:
+        """The results [T, H, V] of the recurrence. States are read from slots of the pools, [slots, ...], and written
+        to others.
         """
+        ...
+
+    def finish(self, found_THV: Tensor, gates: Tensor) -> Tensor:
+        """The results [T, F] of the mixer for at least one row."""
         ...
 
 

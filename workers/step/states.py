@@ -27,7 +27,7 @@ from longleaf.runs import Run
 from workers.host_copies import numbers_on
 from workers.kv_cache.block_table import BlockTable, slots_of
 from workers.kv_cache.states import StatePool
-from workers.model.mixers import SequenceMixer, SequenceParts, StateCache
+from workers.model.mixers import CompiledMixer, SequenceMixer, SequenceParts, StateCache
 
 
 class SequenceRows(NamedTuple):
@@ -128,27 +128,62 @@ class StateStep:
         """The results [T, F] of a mixer for the rows of this rank. Stores the states of the step. In prefill a
         collective.
         """
+        if mixer.compiled is not None and hidden_TF.dtype == torch.float32:
+            return self._mix_compiled(mixer.compiled, mixer.layer, hidden_TF)
         if not self._pieces:
             return self._compute(mixer, hidden_TF)
-        rows_RF = hidden_TF[: len(self._pieces[0])]
-        if self._comm is not None:
-            gathered_NTF = self._comm.all_gather(hidden_TF.contiguous())
-            rows_RF = torch.cat([gathered_NTF[piece.rank, : len(piece)] for piece in self._pieces])
-        return self._own(self._compute(mixer, rows_RF), torch.zeros_like(hidden_TF))
+        own_TF, own = torch.zeros_like(hidden_TF), self._own_rows()
+        own_TF[: own.stop - own.start] = self._compute(mixer, self._gather(hidden_TF))[own]
+        return own_TF
 
-    def _own(self, results_RF: Tensor, own_TF: Tensor) -> Tensor:
-        """`own_TF` with the results of this rank's piece in its first rows."""
+    def _mix_compiled(self, compiled: CompiledMixer, layer: int, hidden_TF: Tensor) -> Tensor:
+        """As `mix`. A rank projects the rows of its piece, and gathers the projections of the others. Between machines,
+        where that would take longer than to project all rows, the rows are gathered first. States are equal on all
+        ranks in both cases.
+        """
+        pool, comm = self._pool.parts(layer), self._comm
+        if not self._pieces:
+            gates, inputs = compiled.project(hidden_TF)
+            return compiled.finish(compiled.advance(inputs, pool, self._compiled_parts), gates)
+        own, own_TF = self._own_rows(), torch.zeros_like(hidden_TF)
+        num_own = own.stop - own.start
+        if comm is None or comm.transport != "gloo":
+            gates, inputs = compiled.project(hidden_TF)
+            gates, inputs = gates[:num_own], self._gather_all(inputs)
+        else:
+            gates, inputs = compiled.project(self._gather(hidden_TF))
+            gates = gates[own]
+        found_RHV = compiled.advance(inputs, pool, self._compiled_parts)
+        if num_own:
+            own_TF[:num_own] = compiled.finish(found_RHV[own], gates)
+        return own_TF
+
+    def _own_rows(self) -> slice:
+        """The rows of the step that are this rank's piece."""
         rank, first = 0 if self._comm is None else self._comm.rank, 0
         for piece in self._pieces:
             if piece.rank == rank:
-                own_TF[: len(piece)] = results_RF[first : first + len(piece)]
+                return slice(first, first + len(piece))
             first += len(piece)
-        return own_TF
+        return slice(0, 0)
+
+    def _gather(self, rows_TF: Tensor) -> Tensor:
+        """The rows of all pieces, [R, F], from those of this rank."""
+        if self._comm is None:
+            return rows_TF[: len(self._pieces[0])]
+        gathered_NTF = self._comm.all_gather(rows_TF.contiguous())
+        return torch.cat([gathered_NTF[piece.rank, : len(piece)] for piece in self._pieces])
+
+    def _gather_all(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """As `_gather`, for several tensors at once."""
+        if self._comm is None:
+            return [self._gather(each) for each in inputs]
+        packed_RF = self._gather(torch.cat([each.flatten(1) for each in inputs], dim=1))
+        parts = packed_RF.split([each[0].numel() for each in inputs], dim=1)
+        return [part.unflatten(1, each.shape[1:]) for part, each in zip(parts, inputs, strict=True)]
 
     def _compute(self, mixer: SequenceMixer, rows_RF: Tensor) -> Tensor:
-        """The results of all rows. Sequences with a single row are computed together, in compiled mixers all."""
-        if mixer.compiled is not None and rows_RF.dtype == torch.float32:
-            return mixer.compiled.compute(rows_RF, self._pool.parts(mixer.layer), self._compiled_parts)
+        """The results of all rows. Sequences with a single row are computed together."""
         results_RF = torch.empty_like(rows_RF)
         if len(self._singles_B):
             cache = StateCache(self._pool.load(mixer.layer, self._sources_B))

@@ -1,12 +1,17 @@
 """Mixers that compute the rows of steps with compiled kernels, against the modules of transformers."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from longleaf.kernels.cpu.recurrent import NativeRecurrence
+from longleaf.runs import Run
+from tests.support.loopback import loopback
 from workers.kv_cache.states import StatePool
 from workers.model import compiled_mixers, model
 from workers.model.compiled_mixers import compile_mixers
+from workers.model.mixers import Projected
 from workers.step.states import SequenceRows, StateRows, StateStep
 from zoo.checkpoints import make_checkpoint
 
@@ -99,11 +104,49 @@ def test_wrong_results_stay_plain(tmp_path, kernels, monkeypatch, caplog):
     (names, project), *_ = rules.items()
 
     def other(plain, rows_TF):
-        inputs = project(plain, rows_TF)
+        gates, (x_TC, decays, steps_TH) = project(plain, rows_TF)
         if plain.layer_idx == 1:
-            return inputs._replace(steps_TH=inputs.steps_TH * 1.001)
-        return inputs._replace(x_TC=inputs.x_TC[:, :-16]) if plain.layer_idx == 2 else inputs
+            steps_TH = steps_TH * 1.001
+        return Projected(gates, (x_TC[:, :-16] if plain.layer_idx == 2 else x_TC, decays, steps_TH))
 
     monkeypatch.setitem(compiled_mixers.DELTA_RULES, names, other)
     assert compile_all(load(tmp_path, "qwen3_5"), kernels) == [0]
     assert "layers 1 and 2: results of the compiled kernels differ from those of transformers" in caplog.text
+
+
+@pytest.mark.parametrize("transport", ["loopback", "gloo"])
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear", "nemotron_h"])
+def test_ranks_compute_their_pieces_of_a_chunk(tmp_path, kernels, family, transport):
+    """A rank may have no piece. States have the same bits on all ranks, also where rows are gathered before they are
+    projected.
+    """
+    found = load(tmp_path, family)
+    assert compile_all(found, kernels) == COMPILED[family]
+    rows_TF = torch.randn(12, 64, generator=torch.Generator().manual_seed(1))
+    pieces, sequence = [Run(2, 0, 5, ()), Run(0, 5, 12, ())], SequenceRows(0, 12, 4, ((12, 7),))
+    mixers = list(found.mixers.layers.values())
+
+    @torch.inference_mode()
+    def run(rows, hidden_TF, comm):
+        pool = pool_of(found, torch.Generator().manual_seed(0))
+        step = StateStep(rows, pool, "cpu", comm)
+        return [step.mix(mixer, hidden_TF) for mixer in mixers], pool
+
+    def run_rank(comm):
+        comm.transport = transport
+        piece = next((one for one in pieces if one.rank == comm.rank), Run(comm.rank, 0, 0, ()))
+        hidden_TF = torch.full((8, 64), torch.nan)  # rows behind a piece must not matter
+        hidden_TF[: len(piece)] = rows_TF[piece.start : piece.end]
+        return run(StateRows([sequence], pieces), hidden_TF, comm)
+
+    wanted, pool = run(StateRows([sequence]), rows_TF, None)
+    with ThreadPoolExecutor(3) as threads:
+        ranks = list(threads.map(run_rank, loopback(3)))
+    for piece in pieces:
+        for one, other in zip(ranks[piece.rank][0], wanted, strict=True):
+            assert (one[: len(piece)] - other[piece.start : piece.end]).abs().max() <= TOLERANCE * other.abs().max()
+            assert not one[len(piece) :].any()
+    for layer in found.mixers.layers:
+        for name, part in pool.parts(layer).items():
+            assert all(torch.equal(one[1].parts(layer)[name], ranks[0][1].parts(layer)[name]) for one in ranks)
+            assert (part - ranks[0][1].parts(layer)[name]).abs().max() <= TOLERANCE * part.abs().max()
