@@ -138,10 +138,10 @@ class Rank:
         model = self._load_model(parts)
         backend = registry.choose(config.kernels, self.device, model.dtype)
         if isinstance(backend, NativeBackend):
-            use_native_linear(model.module, backend.product)
             if model.mixers is not None:
                 num_features = model.module.config.get_text_config().hidden_size
                 compile_mixers(model.mixers.layers, num_features, backend.recurrence)
+            use_native_linear(model.module, backend.product)
         if self._verifies_model and model.exchange is None:
             self._exactness_note = verify_model(model, backend, config, self._fingerprint, self._records)
         self.allocate_pool(model, backend)

@@ -1,14 +1,15 @@
-"""Mixers whose convolution and recurrence are compiled: gated delta nets, KDA and Mamba-2 on CPU ranks, in float32.
+"""Mixers whose convolution and recurrence are compiled: gated delta nets, KDA and Mamba-2 on CPU ranks.
 
 The projections before and after them, and the norms, are the modules of the plain mixer. A mixer is recognized by the
 names of its parts, and compared with the plain module before it is used: one with other results stays plain. Rows of
 many sequences are computed in one call, with states where the pool has them. The bits of a row do not depend on other
-sequences.
+sequences. The recurrence is computed in float32, also in models of 16 bits.
 
 Shape letters: T rows, F features, C channels of the convolution, K inputs that it keeps, H heads, D numbers of a key, V
 of a value.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,9 +19,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longleaf.kernels.cpu.recurrent import Convolution, NativeRecurrence, RecurrentPart
-from workers.model.mixers import PartName, Projected, SequenceMixer, SequenceParts, StateCache, describe_layers
+from workers.model.mixers import (
+    Mixers,
+    PartName,
+    Projected,
+    SequenceMixer,
+    SequenceParts,
+    StateCache,
+    StatePart,
+    describe_layers,
+)
 
 ACTIVATIONS = ("silu", "swish")
+DTYPES = (torch.float32, torch.bfloat16)
 CONV, RECURRENT = PartName("conv", 0), PartName("recurrent", 0)
 WHOLE, CONTINUED = (9,), (5, 1, 1, 2)
 """Numbers of rows of the parts in which a mixer is compared: of a sequence that begins, and of another one."""
@@ -38,8 +49,8 @@ class DeltaRuleMixer:
         self._kernels = kernels
         self._project = project
         self._convolution = convolution_of(plain)
-        self._norm = plain.norm if hasattr(plain, "norm") else plain.o_norm
-        self._out = plain.out_proj if hasattr(plain, "out_proj") else plain.o_proj
+        self.dtype: torch.dtype = plain.conv1d.weight.dtype
+        self._norm, self._out = ("norm", "out_proj") if hasattr(plain, "out_proj") else ("o_norm", "o_proj")
         self._key_heads: int = getattr(plain, "num_k_heads", None) or plain.num_heads
 
     def project(self, rows_TF: Tensor) -> Projected:
@@ -48,15 +59,16 @@ class DeltaRuleMixer:
 
     def advance(self, inputs: Sequence[Tensor], pools: Mapping[PartName, Tensor], parts: SequenceParts) -> Tensor:
         """Implements `workers.model.mixers.CompiledMixer`."""
-        x_TC, log_decays, steps_TH = inputs
+        x_TC, log_decays, steps_TH = (each.float() for each in inputs)
         own, decays = (pools[CONV], pools[RECURRENT]), log_decays.exp()
         return self._kernels.delta_rule(x_TC, self._convolution, own, parts.table_P4, decays, steps_TH, self._key_heads)
 
     def finish(self, found_THV: Tensor, gates: Tensor) -> Tensor:
         """Implements `workers.model.mixers.CompiledMixer`."""
         num_rows, _, num_values = found_THV.shape
-        normed = self._norm(found_THV.reshape(-1, num_values), gates.reshape(-1, num_values))
-        return self._out(normed.view(num_rows, -1))
+        norm, out = getattr(self._plain, self._norm), getattr(self._plain, self._out)
+        normed = norm(found_THV.reshape(-1, num_values).to(gates.dtype), gates.reshape(-1, num_values))
+        return out(normed.view(num_rows, -1))
 
 
 class ScanMixer:
@@ -66,6 +78,7 @@ class ScanMixer:
         self._plain = plain
         self._kernels = kernels
         self._convolution = convolution_of(plain)
+        self.dtype: torch.dtype = plain.conv1d.weight.dtype
         self._limits: tuple[float, float] = tuple(plain.time_step_limit)
         self._is_limited = self._limits[0] > 0 or self._limits[1] < float("inf")
         self._skips_H = plain.D.float().contiguous()
@@ -83,10 +96,10 @@ class ScanMixer:
 
     def advance(self, inputs: Sequence[Tensor], pools: Mapping[PartName, Tensor], parts: SequenceParts) -> Tensor:
         """Implements `workers.model.mixers.CompiledMixer`."""
-        plain, (x_TC, steps_TH) = self._plain, inputs
+        plain, (x_TC, steps_TH) = self._plain, (each.float() for each in inputs)
         if self._is_limited:
             steps_TH = torch.where(parts.is_single_T[:, None], steps_TH, steps_TH.clamp(*self._limits))
-        own, decays_TH = (pools[CONV], pools[RECURRENT]), torch.exp(-steps_TH * plain.A_log.exp())
+        own, decays_TH = (pools[CONV], pools[RECURRENT]), torch.exp(-steps_TH * plain.A_log.float().exp())
         return self._kernels.scan(
             x_TC, self._convolution, own, parts.table_P4, decays_TH, steps_TH, self._skips_H, plain.n_groups
         )
@@ -95,17 +108,18 @@ class ScanMixer:
         """Implements `workers.model.mixers.CompiledMixer`."""
         plain, found = self._plain, found_THV.flatten(1)
         is_normed = getattr(plain, "mamba_rms_norm", True)
-        return plain.out_proj(plain.norm(found, gates) if is_normed else found * functional.silu(gates))
+        normed = plain.norm(found, gates) if is_normed else found * functional.silu(gates)
+        return plain.out_proj(normed.to(gates.dtype))
 
 
 def convolution_of(plain: Any) -> Convolution:
     """The convolution of a plain mixer."""
-    bias = plain.conv1d.bias
-    return Convolution(plain.conv1d.weight[:, 0].T.contiguous(), bias)
+    bias = None if plain.conv1d.bias is None else plain.conv1d.bias.float()
+    return Convolution(plain.conv1d.weight[:, 0].T.float().contiguous(), bias)
 
 
 def _log_decays(plain: Any, decays_TH: Tensor) -> Tensor:
-    return -plain.A_log.exp() * functional.softplus(decays_TH + plain.dt_bias)
+    return -plain.A_log.float().exp() * functional.softplus(decays_TH.float() + plain.dt_bias)
 
 
 def _project_qwen3_5(plain: Any, rows_TF: Tensor) -> Projected:
@@ -155,8 +169,8 @@ def compile_mixers(layers: Mapping[int, SequenceMixer], num_features: int, kerne
     """
     wrong = list[int]()
     for layer, mixer in layers.items():
-        compiled = _make(mixer, kernels)
-        if compiled is not None and _is_alike(mixer, compiled, num_features):
+        compiled = _make(mixer.plain, mixer, kernels)
+        if compiled is not None and _is_alike(mixer, num_features, kernels):
             mixer.use_compiled(compiled)
         elif compiled is not None:
             wrong.append(layer)
@@ -168,15 +182,20 @@ def compile_mixers(layers: Mapping[int, SequenceMixer], num_features: int, kerne
         )
 
 
-def _make(mixer: SequenceMixer, kernels: NativeRecurrence) -> DeltaRuleMixer | ScanMixer | None:
-    """The compiled form of a mixer; None if its form is unknown, or it is not float32."""
-    plain, parts = mixer.plain, {part.name: part.shape for part in mixer.parts}
-    is_float32 = all(each.dtype == torch.float32 and each.is_cpu for each in plain.parameters())
-    if parts.keys() != {CONV, RECURRENT} or not is_float32 or mixer.is_one_by_one:
+def _make(plain: nn.Module, mixer: SequenceMixer, kernels: NativeRecurrence) -> DeltaRuleMixer | ScanMixer | None:
+    """The compiled form of the plain module of a mixer; None if its form, its sizes or its types are not supported."""
+    parts = {part.name: part.shape for part in mixer.parts}
+    types = {(each.dtype, each.is_cpu) for each in plain.parameters()}
+    if not types <= {(dtype, True) for dtype in DTYPES} or not hasattr(plain, "conv1d") or mixer.is_one_by_one:
         return None
-    if getattr(plain, "activation", None) not in ACTIVATIONS or len(parts[RECURRENT]) != 3:
+    if parts.keys() != {CONV, RECURRENT} or len(parts[RECURRENT]) != 3:
         return None
-    if not kernels.can_run(*parts[CONV], *parts[RECURRENT][1:]):
+    stored = {part.name: part.dtype or plain.conv1d.weight.dtype for part in mixer.parts}
+    if stored[CONV] not in DTYPES or stored[RECURRENT] != torch.float32:
+        return None
+    if getattr(plain, "activation", None) not in ACTIVATIONS or not kernels.can_run(
+        *parts[CONV], *parts[RECURRENT][1:]
+    ):
         return None
     for names, project in DELTA_RULES.items():
         if _has(plain, names):
@@ -185,16 +204,32 @@ def _make(mixer: SequenceMixer, kernels: NativeRecurrence) -> DeltaRuleMixer | S
 
 
 def _has(plain: nn.Module, names: Sequence[str]) -> bool:
-    return all(hasattr(plain, name) for name in (*names, "conv1d"))
+    return all(hasattr(plain, name) for name in names)
 
 
-def _is_alike(mixer: SequenceMixer, compiled: DeltaRuleMixer | ScanMixer, num_features: int) -> bool:
-    """Whether the results and the last states of two sequences are those of the plain module. Any error counts as
-    another result: the form of the module is a guess.
+def _is_alike(mixer: SequenceMixer, num_features: int, kernels: NativeRecurrence) -> bool:
+    """Whether the results and the last states of two sequences are those of the plain module, in float32, in which
+    rounding hides no other formula. Any error counts as another result: the form of the module is a guess.
     """
+    try:
+        is_float32 = all(each.dtype == torch.float32 for each in mixer.plain.parameters())
+        plain = mixer.plain if is_float32 else copy.deepcopy(mixer.plain).float()
+        compiled = _make(plain, mixer, kernels)
+        return compiled is not None and _compare(
+            SequenceMixer(plain, mixer.layer, Mixers()), mixer.parts, compiled, num_features
+        )
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        log.debug("layer %d: %s", mixer.layer, error)
+        return False
+
+
+def _compare(
+    mixer: SequenceMixer, described: Sequence[StatePart], compiled: DeltaRuleMixer | ScanMixer, num_features: int
+) -> bool:
+    """Whether a mixer and its compiled form, both float32, have the same results and states."""
     generator = torch.Generator().manual_seed(0)
     rows_TF = torch.randn(sum(WHOLE) + sum(CONTINUED), num_features, generator=generator)
-    pools = {part.name: torch.zeros(2, *part.shape) for part in mixer.parts}
+    pools = {part.name: torch.zeros(2, *part.shape) for part in described}
     wanted, states, parts, start = list[Tensor](), list[StateCache](), list[RecurrentPart](), 0
     for slot, sizes in enumerate((WHOLE, CONTINUED)):
         cache = StateCache()
@@ -203,12 +238,8 @@ def _is_alike(mixer: SequenceMixer, compiled: DeltaRuleMixer | ScanMixer, num_fe
             parts.append(RecurrentPart(start, start + size, slot if i else -1, slot))
             start += size
         states.append(cache)
-    try:
-        gates, inputs = compiled.project(rows_TF)
-        found_TF = compiled.finish(compiled.advance(inputs, pools, SequenceParts.of(parts)), gates)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        log.debug("layer %d: %s", mixer.layer, error)
-        return False
+    gates, inputs = compiled.project(rows_TF)
+    found_TF = compiled.finish(compiled.advance(inputs, pools, SequenceParts.of(parts)), gates)
     pairs = [(found_TF, torch.cat(wanted))]
     pairs += [(pools[name], torch.cat([one.parts[name] for one in states])) for name in pools]
     return all(one.shape == other.shape and _is_close(one, other) for one, other in pairs)

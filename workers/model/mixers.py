@@ -130,11 +130,14 @@ class Projected(NamedTuple):
     gates: Tensor
     """[T, ...], for `CompiledMixer.finish`."""
     inputs: tuple[Tensor, ...]
-    """Of the recurrence, each [T, ...]."""
+    """Inputs of the recurrence, each [T, ...]."""
 
 
 class CompiledMixer(Protocol):
     """Computes the rows of a step in a mixer with compiled kernels. Only `advance` depends on other rows."""
+
+    dtype: torch.dtype
+    """Of rows and results."""
 
     def project(self, rows_TF: Tensor) -> Projected: ...
 

@@ -128,7 +128,7 @@ class StateStep:
         """The results [T, F] of a mixer for the rows of this rank. Stores the states of the step. In prefill a
         collective.
         """
-        if mixer.compiled is not None and hidden_TF.dtype == torch.float32:
+        if mixer.compiled is not None and hidden_TF.dtype == mixer.compiled.dtype:
             return self._mix_compiled(mixer.compiled, mixer.layer, hidden_TF)
         if not self._pieces:
             return self._compute(mixer, hidden_TF)

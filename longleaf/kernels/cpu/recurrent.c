@@ -7,7 +7,8 @@
 
    Shapes: x [rows, channels] before the convolution; weights [kernel, channels]; bias [channels] or NULL; out [rows,
    heads, value_dim]; pools [slots, channels, kernel], and [slots, heads, key_dim, value_dim] for the delta rule or
-   [slots, heads, value_dim, key_dim] for the scan. key_dim, value_dim and channels are multiples of LANES. */
+   [slots, heads, value_dim, key_dim] for the scan. key_dim, value_dim and channels are multiples of LANES. The inputs of
+   convolutions may be stored in bfloat16; x then has such numbers. */
 
 #include <math.h>
 #include <string.h>
@@ -58,11 +59,13 @@ struct factor {
 
 struct job {
     const float *x, *weights, *bias;
-    float *conv_pool, *pool;
+    void *conv_pool;
+    float *pool;
     const struct part *parts;
     const float *decays, *steps, *skips;
     float *out, *mixed, *scratch;
     long num_parts, channels, kernel, key_heads, heads, key_dim, value_dim, decay_dim, scratch_size;
+    int is_bfloat16; /* whether the inputs of convolutions are */
     long num_tasks, num_threads; /* begun so far */
 };
 
@@ -111,6 +114,26 @@ INLINE wide silu(wide x)
     return x / (1.0f + exp_of(-x));
 }
 
+INLINE float load_input(const void *pool, long i, int is_bfloat16)
+{
+    if (!is_bfloat16)
+        return ((const float *)pool)[i];
+    const unsigned bits = (unsigned)((const unsigned short *)pool)[i] << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE void store_input(void *pool, long i, float value, int is_bfloat16)
+{
+    unsigned bits;
+    memcpy(&bits, &value, sizeof bits);
+    if (is_bfloat16)
+        ((unsigned short *)pool)[i] = (unsigned short)(bits >> 16);
+    else
+        ((float *)pool)[i] = value;
+}
+
 /* The convolution of WIDTH channels from `channel` on, for the rows of a part; SiLU follows. The last `kernel` inputs,
    the current one included, are in `inputs`. */
 INLINE void convolve(const struct job *job, const struct part *part, long channel, const int kernel)
@@ -124,10 +147,10 @@ INLINE void convolve(const struct job *job, const struct part *part, long channe
         inputs[j] = (wide){0};
     }
     if (part->source >= 0) {
-        const float *from = job->conv_pool + (part->source * job->channels + channel) * kernel;
+        const long from = (part->source * job->channels + channel) * kernel;
         for (int c = 0; c < WIDTH; c++)
             for (int j = 0; j < kernel; j++)
-                inputs[j][c] = from[c * kernel + j];
+                inputs[j][c] = load_input(job->conv_pool, from + c * kernel + j, job->is_bfloat16);
     }
     for (long row = part->first_row; row < part->end_row; row++) {
         for (int j = 0; j + 1 < kernel; j++)
@@ -139,10 +162,10 @@ INLINE void convolve(const struct job *job, const struct part *part, long channe
         *(vec *)(job->mixed + row * job->channels + channel) = silu(sum);
     }
     if (part->target >= 0) {
-        float *to = job->conv_pool + (part->target * job->channels + channel) * kernel;
+        const long to = (part->target * job->channels + channel) * kernel;
         for (int c = 0; c < WIDTH; c++)
             for (int j = 0; j < kernel; j++)
-                to[c * kernel + j] = inputs[j][c];
+                store_input(job->conv_pool, to + c * kernel + j, inputs[j][c], job->is_bfloat16);
     }
 }
 
@@ -405,33 +428,34 @@ long longleaf_recurrent_scratch(long key_dim, long value_dim)
 /* The gated delta rule. Channels are queries, keys and values; decays [rows, heads, decay_dim], where decay_dim is 1 or
    key_dim; steps [rows, heads], the part of the error that is corrected; mixed [rows, channels] is scratch memory, as
    are `scratch_size` numbers of `scratch` for each thread. `start` is needed for more than one thread. */
-void longleaf_delta_rule(const float *x, const float *weights, const float *bias, float *conv_pool, float *pool,
+void longleaf_delta_rule(const float *x, const float *weights, const float *bias, void *conv_pool, float *pool,
                          const struct part *parts, const float *decays, const float *steps, float *out, float *mixed,
                          float *scratch, long num_parts, long channels, long kernel, long key_heads, long heads,
-                         long key_dim, long value_dim, long decay_dim, long scratch_size, parallel *start,
-                         long threads)
+                         long key_dim, long value_dim, long decay_dim, long scratch_size, long is_bfloat16,
+                         parallel *start, long threads)
 {
     struct job job = {.x = x, .weights = weights, .bias = bias, .conv_pool = conv_pool, .pool = pool, .parts = parts,
                       .decays = decays, .steps = steps, .out = out, .mixed = mixed, .scratch = scratch,
                       .num_parts = num_parts, .channels = channels, .kernel = kernel, .key_heads = key_heads,
                       .heads = heads, .key_dim = key_dim, .value_dim = value_dim, .decay_dim = decay_dim,
-                      .scratch_size = scratch_size};
+                      .scratch_size = scratch_size, .is_bfloat16 = (int)is_bfloat16};
     run(convolve_parts, &job, start, threads);
     run(follow_rule_in_parts, &job, start, threads);
 }
 
 /* The scan of Mamba-2. Channels are values, keys (B) and queries (C), of key_heads groups; decays [rows, heads], the
    factor of the state; steps [rows, heads]; skips [heads] (D). */
-void longleaf_scan(const float *x, const float *weights, const float *bias, float *conv_pool, float *pool,
+void longleaf_scan(const float *x, const float *weights, const float *bias, void *conv_pool, float *pool,
                    const struct part *parts, const float *decays, const float *steps, const float *skips, float *out,
                    float *mixed, float *scratch, long num_parts, long channels, long kernel, long key_heads,
-                   long heads, long key_dim, long value_dim, long scratch_size, parallel *start, long threads)
+                   long heads, long key_dim, long value_dim, long scratch_size, long is_bfloat16, parallel *start,
+                   long threads)
 {
     struct job job = {.x = x, .weights = weights, .bias = bias, .conv_pool = conv_pool, .pool = pool, .parts = parts,
                       .decays = decays, .steps = steps, .skips = skips, .out = out, .mixed = mixed,
                       .scratch = scratch, .num_parts = num_parts, .channels = channels, .kernel = kernel,
                       .key_heads = key_heads, .heads = heads, .key_dim = key_dim, .value_dim = value_dim,
-                      .scratch_size = scratch_size};
+                      .scratch_size = scratch_size, .is_bfloat16 = (int)is_bfloat16};
     run(convolve_parts, &job, start, threads);
     run(scan_parts, &job, start, threads);
 }

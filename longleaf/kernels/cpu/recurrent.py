@@ -43,7 +43,7 @@ class Convolution(NamedTuple):
 
 
 class NativeRecurrence:
-    """Convolutions and recurrences, on torch's threads. Tensors are float32 and in CPU memory, pools are contiguous,
+    """Convolutions and recurrences, on torch's threads. Tensors are in CPU memory, float32, pools are contiguous,
     and callers check the sizes with `can_run`. Parts are computed in order; states are read and written in the pools.
     Raises ValueError if shapes do not match.
     """
@@ -51,9 +51,9 @@ class NativeRecurrence:
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, long = ctypes.c_void_p, ctypes.c_long
         self._delta_rule = library.longleaf_delta_rule
-        self._delta_rule.argtypes = [pointer] * 11 + [long] * 9 + [pointer, long]
+        self._delta_rule.argtypes = [pointer] * 11 + [long] * 10 + [pointer, long]
         self._scan = library.longleaf_scan
-        self._scan.argtypes = [pointer] * 12 + [long] * 8 + [pointer, long]
+        self._scan.argtypes = [pointer] * 12 + [long] * 9 + [pointer, long]
         self._scratch_size = library.longleaf_recurrent_scratch
         self._scratch_size.argtypes, self._scratch_size.restype = [long] * 2, long
         self._delta_rule.restype = self._scan.restype = None
@@ -83,9 +83,9 @@ class NativeRecurrence:
         key_heads: int,
     ) -> Tensor:
         """The results [T, H, V] of the gated delta rule. Channels are the queries and keys of `key_heads` heads, which
-        are normalized, and the values. `pools` are inputs of the convolution [S, C, K] and states [S, H, D, V].
-        `decays` are [T, H], or [T, H, D] with one for each number of a key. A part is a row of int64 `parts_P4`, see
-        `parts_tensor`.
+        are normalized, and the values. `pools` are inputs of the convolution [S, C, K], which may be bfloat16 if `x_TC`
+        has such numbers, and states [S, H, D, V]. `decays` are [T, H], or [T, H, D] with one for each number of a key.
+        A part is a row of int64 `parts_P4`, see `parts_tensor`.
         """
         _, heads, key_dim, value_dim = pools[1].shape
         lead = (len(x_TC), heads)
@@ -109,7 +109,7 @@ class NativeRecurrence:
         num_groups: int,
     ) -> Tensor:
         """The results [T, H, V] of the scan of Mamba-2. Channels are the values, and the keys and queries of
-        `num_groups` groups of heads. `pools` are inputs of the convolution [S, C, K] and states [S, H, V, D]. The state
+        `num_groups` groups of heads. `pools` are as for `delta_rule`, but states are [S, H, V, D]. The state
         is multiplied by `decays_TH`, values by `steps_TH`, and values times `skips_H` are added to the results.
         """
         _, heads, value_dim, key_dim = pools[1].shape
@@ -149,7 +149,8 @@ class NativeRecurrence:
         scratch_size = self._scratch_size(key_dim, value_dim)
         mixed_TC, scratch = torch.empty_like(x_TC), x_TC.new_empty(threads * scratch_size)
         places = [None if each is None else each.data_ptr() for each in (*contiguous, mixed_TC, scratch)]
-        shape = (len(parts_P4), num_channels, kernel_size, *sizes, scratch_size)
+        is_bfloat16 = conv_pool.dtype == torch.bfloat16
+        shape = (len(parts_P4), num_channels, kernel_size, *sizes, scratch_size, is_bfloat16)
         function(*places, *shape, self._start_threads, threads)
 
 
