@@ -285,19 +285,30 @@ class RankManager:
     async def _attribute_late(self) -> None:
         """End an epoch that did not form in time, and kill members that were late MAX_LATE times in a row. A member
         that aborts the epoch within ANSWER_SECONDS does not count as late: it was waiting for another member.
+
+        With sharded weights, the next epoch may order a member to read weights first, for which it has much more time
+        than to join. So a member that hangs is killed before.
         """
         group = self._group
         seconds = human_seconds(self._form_seconds)
         group.conclude(GroupFailed(f"epoch {group.epoch} did not form within {seconds}"))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_SECONDS):
-                await self.registry.wait_until(lambda: not group.late_members())
-        if len(late := group.late_members()) == group.num_requested > 1:
-            return  # all were late, so the cause is unknown
-        for member in filter(None, map(self.registry.get, late)):
+        late = await self._late_members(group, ANSWER_SECONDS)
+        for member in late:
             member.num_late += 1
             if member.num_late >= MAX_LATE:
                 self.registry.kill(member.number, f"did not join {MAX_LATE} epochs in time")
+        if late and self._dealer is not None:
+            for member in await self._late_members(group, self._form_seconds):
+                self.registry.kill(member.number, f"did not leave epoch {group.epoch} within {seconds}")
+
+    async def _late_members(self, group: RankGroup, seconds: float) -> list[Member]:
+        """The members for which the others wait after so many seconds. Empty if all are late: the cause is unknown."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.registry.wait_until(lambda: not group.late_members())
+        if len(late := group.late_members()) == group.num_requested > 1:
+            return []
+        return [member for number in late if (member := self.registry.get(number)) is not None]
 
     def _publish_joined(self, formation: Formation, before: Sequence[int]) -> None:
         for rank, hello in enumerate(formation.hellos):

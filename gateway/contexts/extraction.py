@@ -5,7 +5,6 @@ import logging
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from gateway.contexts.received_files import ReceivedFile, ReceivedFiles
 from gateway.contexts.upload_slots import UploadSlot
@@ -29,28 +28,94 @@ UNFILTERED = (
 log = logging.getLogger("gateway")
 
 
-@dataclass
-class _Run:
-    """State that the thread of an extraction and the event loop share."""
+class Extraction:
+    """The extraction of the files of one upload. A thread extracts one file after the other; all other methods are
+    called on the event loop.
+    """
 
-    process: ExtractionProcess | None = None
-    is_cancelled: bool = False
-    section: FileSection | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, files: ReceivedFiles, limits: ExtractionLimits, found: Collection, *, as_text: bool) -> None:
+        self.section: FileSection | None = None
+        """The latest section that was read."""
+        self._files = files
+        self._limits = limits
+        self._found = found
+        self._as_text = as_text
+        self._budget = TextBudget(limits)
+        self._lock = threading.Lock()
+        """Protects the next two."""
+        self._process: ExtractionProcess | None = None
+        self._is_cancelled = False
 
-    def start(self, process: ExtractionProcess) -> None:
-        with self.lock:
-            self.process = process
-            if self.is_cancelled:
+    async def run(self) -> None:
+        """Adds the texts of the files to the collection. Raises InvalidArgument, and TimeoutError after UPLOAD_SECONDS.
+        Cancellation ends the process.
+        """
+        async with asyncio.timeout(UPLOAD_SECONDS):
+            for each in self._files:
+                try:
+                    await self._extract_in_thread(each)
+                except InvalidArgument as error:
+                    if len(self._files) == 1:
+                        raise
+                    if self._budget.is_exceeded:
+                        raise InvalidArgument("body", f"{error.description}: upload fewer files at a time") from None
+                    self._found.left_out.append(LeftOut(each.name, error.description))
+        if not self._found.files:
+            raise InvalidArgument("body", "has no file with text")
+
+    async def _extract_in_thread(self, each: ReceivedFile) -> None:
+        """Cancellation ends the process, and returns after the thread, which uses the file."""
+        work = asyncio.create_task(asyncio.to_thread(self._extract, each))
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            self._cancel()
+            while not work.done():
+                with suppress(asyncio.CancelledError):  # a second one, of a client that leaves at the time limit
+                    await asyncio.wait([work])
+            if not work.cancelled():
+                work.exception()  # otherwise asyncio logs it
+            raise
+        work.result()
+
+    def _cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+            if self._process is not None:
+                self._process.cancel()
+
+    # --- in the thread ---
+
+    def _extract(self, each: ReceivedFile) -> None:
+        try:
+            with self._files.opened(each) as file:
+                extracted = extract(
+                    file,
+                    each.name,
+                    limits=self._limits,
+                    encoding=each.encoding,
+                    as_text=self._as_text,
+                    declared=each.declared,
+                    budget=self._budget,
+                    on_start=self._on_start,
+                    on_section=self._on_section,
+                )
+        except OSError as error:
+            log.error("a file cannot be copied or its extraction cannot be started: %s", error.strerror)
+            raise Unavailable("the gateway cannot extract the files: try again later") from None
+        if "filter" not in extracted.confined_by:
+            log.warning(UNFILTERED)
+        self._found.files += [SourceFile(file.name, sections=file.sections) for file in files_of(extracted)]
+        self._found.left_out += extracted.left_out
+        self._found.remarks += extracted.remarks
+
+    def _on_start(self, process: ExtractionProcess) -> None:
+        with self._lock:
+            self._process = process
+            if self._is_cancelled:
                 process.cancel()
 
-    def cancel(self) -> None:
-        with self.lock:
-            self.is_cancelled = True
-            if self.process is not None:
-                self.process.cancel()
-
-    def report(self, section: FileSection) -> None:
+    def _on_section(self, section: FileSection) -> None:
         self.section = section
 
 
@@ -60,13 +125,13 @@ async def extract_files(
     """Waits for the turn of the slot, adds the texts of the files to `found`, and yields the latest section at
     intervals. Of several files, those that cannot be read are left out; a single one raises InvalidArgument. Raises
     HttpProblem if the upload is evicted. Closing the generator ends the process."""
-    run = _Run()
+    extraction = Extraction(files, slot.limits, found, as_text=as_text)
     # a separate task, so that a client that does not read its events delays no other upload
-    work = asyncio.create_task(_extract_in_turn(files, slot, as_text, run, found))
+    work = asyncio.create_task(_run_in_turn(extraction, files, slot))
     try:
         while not work.done():
             await asyncio.wait([work], timeout=REPORT_SECONDS)
-            yield run.section
+            yield extraction.section
         work.result()
     finally:
         work.cancel()
@@ -75,11 +140,10 @@ async def extract_files(
             work.exception()  # otherwise asyncio logs it
 
 
-async def _extract_in_turn(files: ReceivedFiles, slot: UploadSlot, as_text: bool, run: _Run, found: Collection) -> None:
+async def _run_in_turn(extraction: Extraction, files: ReceivedFiles, slot: UploadSlot) -> None:
     await slot.wait_turn()
     try:
-        async with asyncio.timeout(UPLOAD_SECONDS):
-            await _extract_all(files, slot.limits, as_text, run, found)
+        await extraction.run()
     except TimeoutError:
         message = f"the extraction took more than {human_number(UPLOAD_SECONDS)} s"
         message += ": upload fewer files at a time" if len(files) > 1 else ""
@@ -87,76 +151,3 @@ async def _extract_in_turn(files: ReceivedFiles, slot: UploadSlot, as_text: bool
     finally:
         files.close()  # before the slot's bytes count as free
         slot.end_extraction()
-
-
-async def _extract_all(
-    files: ReceivedFiles, limits: ExtractionLimits, as_text: bool, run: _Run, found: Collection
-) -> None:
-    budget = TextBudget(limits)
-    for each in files:
-        try:
-            await _extract_in_thread(files, each, limits, as_text, run, budget, found)
-        except InvalidArgument as error:
-            if len(files) == 1:
-                raise
-            if budget.is_exceeded:
-                raise InvalidArgument("body", f"{error.description}: upload fewer files at a time") from None
-            found.left_out.append(LeftOut(each.name, error.description))
-    if not found.files:
-        raise InvalidArgument("body", "has no file with text")
-
-
-async def _extract_in_thread(
-    files: ReceivedFiles,
-    each: ReceivedFile,
-    limits: ExtractionLimits,
-    as_text: bool,
-    run: _Run,
-    budget: TextBudget,
-    found: Collection,
-) -> None:
-    """Cancellation ends the process, and returns after the thread, which uses the file."""
-    work = asyncio.create_task(asyncio.to_thread(_extract, files, each, limits, as_text, run, budget, found))
-    try:
-        await asyncio.wait([work])
-    except asyncio.CancelledError:
-        run.cancel()
-        while not work.done():
-            with suppress(asyncio.CancelledError):  # a second one, of a client that leaves at the time limit
-                await asyncio.wait([work])
-        if not work.cancelled():
-            work.exception()  # otherwise asyncio logs it
-        raise
-    work.result()
-
-
-def _extract(
-    files: ReceivedFiles,
-    each: ReceivedFile,
-    limits: ExtractionLimits,
-    as_text: bool,
-    run: _Run,
-    budget: TextBudget,
-    found: Collection,
-) -> None:
-    try:
-        with files.opened(each) as file:
-            extracted = extract(
-                file,
-                each.name,
-                limits=limits,
-                encoding=each.encoding,
-                as_text=as_text,
-                declared=each.declared,
-                budget=budget,
-                on_start=run.start,
-                on_section=run.report,
-            )
-    except OSError as error:
-        log.error("a file cannot be copied or its extraction cannot be started: %s", error.strerror)
-        raise Unavailable("the gateway cannot extract the files: try again later") from None
-    if "filter" not in extracted.confined_by:
-        log.warning(UNFILTERED)
-    found.files += [SourceFile(file.name, sections=file.sections) for file in files_of(extracted)]
-    found.left_out += extracted.left_out
-    found.remarks += extracted.remarks

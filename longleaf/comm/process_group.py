@@ -299,6 +299,10 @@ def open_store(host: str) -> Store:
 
 def connect_store(host: str, port: int) -> Store:
     """A connection to rank 0's store. Raises torch's DistNetworkError if it is unreachable."""
+    try:  # torch would repeat a refused connection until its timeout, where no abort reaches it
+        socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise dist.DistNetworkError(f"rank 0 is not reachable at {host} port {port}: {error}") from error
     connected = timedelta(seconds=CONNECT_SECONDS)
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=connected)
     store.set_timeout(timedelta(seconds=ANSWER_SECONDS))

@@ -38,6 +38,7 @@ from tests.chaos.points import (
     SAVE,
     SAVED,
     STEP,
+    TENSOR,
     WRITTEN,
     Fault,
 )
@@ -48,6 +49,8 @@ from tests.chaos.snapshots import Harm, cut_pieces, flip_bits, folder_of, lose_a
 SHORT_SECONDS = 1.0
 """Duration of a stop that is too short for the rank to be declared lost."""
 GONE_SECONDS = 120.0
+AMID_READING = 6
+"""The number of the tensor at which a fault amid reading fires."""
 LOOK_SECONDS = 0.05
 MOST_DELAY = 2.0
 """Maximum seconds between two consecutive losses."""
@@ -131,10 +134,11 @@ async def inject(scene: Scene, point: str, act: str, *, is_first: bool = False) 
     return Outcome(frozenset((pid,)), scene.num_epochs(1))
 
 
-async def inject_during_recovery(scene: Scene, point: str, act: str = "kill") -> Outcome:
-    """Kills a rank, and injects a permanent fault into another one when it reaches a point during the recovery."""
+async def inject_during_recovery(scene: Scene, point: str, act: str = "kill", turn: int = 1) -> Outcome:
+    """Kills a rank, and injects a permanent fault into another one when it reaches a point during the recovery for the
+    given time."""
     first, second = scene.random.sample(scene.pids, 2)
-    scene.service.arm(second, Fault(point, act))
+    scene.service.arm(second, Fault(point, act, turn))
     os.kill(first, signal.SIGKILL)
     return Outcome(frozenset((first, second)), scene.num_epochs(2))
 
@@ -272,6 +276,8 @@ FAULTS: dict[str, Do] = {
     "kill again in a move": partial(inject_during_recovery, point=MOVE),
     "kill again before weights are read": partial(inject_during_recovery, point=READ),
     "stop before weights are read": partial(inject_during_recovery, point=READ, act="stop"),
+    "kill again while weights are read": partial(inject_during_recovery, point=TENSOR, turn=AMID_READING),
+    "stop while weights are read": partial(inject_during_recovery, point=TENSOR, act="stop", turn=AMID_READING),
     "kill the newcomer": kill_newcomer,
     "kill the newcomer while joining": partial(kill_newcomer, point=JOINING),
     "fail": fail,
@@ -309,7 +315,7 @@ FAULTS: dict[str, Do] = {
     "kill everything, and lose files": partial(restart_service, harm=lose_files),
     "kill everything, and lose storage": partial(restart_service, harm=lose_all),
 }
-READING = ("kill again before weights are read", "stop before weights are read")
+READING = tuple(f"{act} {when} weights are read" for act in ("kill again", "stop") for when in ("before", "while"))
 """Faults that need room for the weights of a lost rank: otherwise the remaining ranks read nothing."""
 NO_LOSS = ("stop shortly",)
 """Faults that must not start a new epoch."""

@@ -31,12 +31,14 @@ from tests.chaos.points import (
     SAVE,
     SAVED,
     STEP,
+    TENSOR,
     Points,
     Probe,
 )
 from tests.chaos.reference import DEADLY, POISON
 from workers.kv_cache.pools import sharded_layers
 from workers.model.model import Model
+from workers.model.weight_reader import WeightReader
 from workers.rank import Rank
 from workers.rank_runtime import StepHandle
 from workers.runners import kv_transfer
@@ -50,12 +52,22 @@ class ChaosRank(Rank):
         super().__init__(spec, lambda url: ProbedStore(Storage.open(url), self._points))
         self._is_chunk = False
         kv_transfer.check_all_ranks = partial(self._commit_transfer, kv_transfer.check_all_ranks)
+        self._watch_reads()
         Probe(folder, {"arm": self._points.arm, "book": self._block_table, "keys": self._keys}).start()
 
     def allocate_pool(self, model: Model, backend: Backend | None = None) -> None:
         super().allocate_pool(model, backend)
         layers: Any = model.decoder.layers
         layers[len(layers) // 2].register_forward_pre_hook(self._pass_half)
+
+    def _watch_reads(self) -> None:
+        read = WeightReader.read
+
+        def watched(reader: WeightReader, descriptor: int, start: int, buffer: memoryview) -> None:
+            self._points.reach(TENSOR)
+            read(reader, descriptor, start, buffer)
+
+        WeightReader.read = watched  # type: ignore[method-assign]
 
     def _pass_half(self, *_: object) -> None:
         if self._is_chunk:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 JOINING = "while joining"
 LAYOUT = "before the layout"
 READ = "before parts of the weights are read"
+TENSOR = "when a tensor of the weights is read"
 STEP = "before a step"
 CHUNK = "half of a run"
 BROADCAST = "before broadcast"

@@ -9,7 +9,7 @@ from tests.chaos.soak import MOST_SECONDS, Table, format_table, run_faults, sett
 SHORT = ("kill rank 0 before the answer", "poison", "stop shortly", "kill the coordinator when it has kept")
 
 
-READ = ("kill again before weights are read", "stop before weights are read", "kill the newcomer while joining")
+READ = ("kill again while weights are read", "stop while weights are read", "kill the newcomer while joining")
 """Losses while others are healed, with room for the weights of one rank."""
 WAIT = ("kill", "kill two", "kill the newcomer")
 """Losses without room: the group waits for the replacements."""

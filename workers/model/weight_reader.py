@@ -133,11 +133,14 @@ class TensorSlice:
         return found
 
     def _fill(self, found: Tensor, ranges: Ranges) -> None:
-        """Reads the ranges of the dim, for each index of the dims before it."""
+        """Reads the ranges of the dim, for each index of the dims before it; all of the tensor at once."""
         full = self._location.shape or (1,)
         inner = prod(full[self._dim + 1 :]) * found.itemsize
         numbers: Any = found.view(-1).view(torch.uint8).numpy()
         buffer = memoryview(numbers)
+        if list(ranges) == [(0, full[self._dim])]:
+            self._reader.read(self._descriptor, self._start, buffer)
+            return
         filled = 0
         for outer in range(prod(full[: self._dim])):
             first = self._start + outer * full[self._dim] * inner

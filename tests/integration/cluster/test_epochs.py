@@ -198,6 +198,25 @@ async def test_a_member_that_does_not_read_its_parts_in_time_is_killed(make_worl
     assert world.killed == [2]
 
 
+async def test_a_member_that_hangs_as_it_joins_is_killed_before_it_should_read_weights(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading has minutes, so the other members would wait that long for weights of one that never reads."""
+    monkeypatch.setattr(control_module, "ANSWER_SECONDS", 0.1)
+    world = await make_world(3, weights="sharded", spare_ranks=1, rendezvous_timeout=0.3)
+    world.members[1].deaf_to = (Join, AbortExchanges)
+    world.members[2].deaf_to = (Join,)  # it waits for the other one until the abort
+    world.control.on_process_exit(0, "was killed by signal 9")
+    await world.control.group.wait_ended()
+    forming = asyncio.ensure_future(world.control.form(2))
+    await until(lambda: bool(world.members[1].joins[1:]))
+    world.members[1].deaf_to = (Join, AbortExchanges, Hold)
+    world.members[2].deaf_to = ()
+    member = await world.add(slot=0)
+    assert (await forming).members == (2, member)
+    assert world.killed == [1]
+
+
 async def test_a_member_suspended_while_it_reads_weights_is_killed(make_world: MakeWorld) -> None:
     world = await make_world(3, weights="sharded", spare_ranks=2, heartbeat_timeout=1.0)
     world.members[2].deaf_to = {Hold}

@@ -29,6 +29,15 @@ def test_store_is_reachable_only_at_its_host(host: str, other: str) -> None:
     assert store.get("key") == b"value"
 
 
+def test_a_store_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 opens it before other ranks connect. Torch would try again for 13 seconds."""
+    monkeypatch.setattr(torch.distributed, "TCPStore", None)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with pytest.raises(torch.distributed.DistNetworkError, match=r"127\.0\.0\.1 port \d+: .*refused"):
+            connect_store("127.0.0.1", unused.getsockname()[1])
+
+
 def forbid_pickles(rank: int) -> None:
     """From now on, torch raises on every conversion between bytes and objects."""
 

@@ -6,6 +6,7 @@ import struct
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from longleaf.errors import ModelRefused
 from tests.support.golden.plain import load_plain
@@ -61,6 +62,21 @@ def test_dtypes_are_converted_as_they_are_read(tmp_path):
     plan = plan_weights(outline(str(folder), "bfloat16"), 2)
     read_share(module, folder, plan.cuts, Share.even(0, 2), torch.bfloat16)
     assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("ranges", "count"), [([(0, 3)], 1), ([(0, 2)], 2), ([(0, 1), (2, 3)], 4)])
+def test_a_range_of_an_inner_dim_is_read_by_rows_and_all_of_it_at_once(tmp_path, monkeypatch, ranges, count):
+    (tmp_path / "config.json").write_text("{}")
+    wanted, calls = torch.arange(6.0).reshape(2, 3), list[int]()
+    save_file({"a": wanted}, tmp_path / "model.safetensors")
+    with open_weights(tmp_path) as (tensors, reader):
+        read = reader.read
+        monkeypatch.setattr(
+            reader, "read", lambda file, start, buffer: (calls.append(start), read(file, start, buffer))
+        )
+        found = tensors["a"].restricted_to(1, ranges)[:]
+    assert torch.equal(found, torch.cat([wanted[:, start:end] for start, end in ranges], 1))
+    assert len(calls) == count
 
 
 def write(path, header, data=b""):
