@@ -182,7 +182,7 @@ def compile_mixers(layers: Mapping[int, SequenceMixer], num_features: int, kerne
         )
 
 
-def _make(plain: nn.Module, mixer: SequenceMixer, kernels: NativeRecurrence) -> DeltaRuleMixer | ScanMixer | None:
+def _make(plain: Any, mixer: SequenceMixer, kernels: NativeRecurrence) -> DeltaRuleMixer | ScanMixer | None:
     """The compiled form of the plain module of a mixer; None if its form, its sizes or its types are not supported."""
     parts = {part.name: part.shape for part in mixer.parts}
     types = {(each.dtype, each.is_cpu) for each in plain.parameters()}
