@@ -2,9 +2,9 @@
 
 Each turn sends the whole transcript, as agents do: the model's answer and the result of a tool are added to it. Tokens
 are counted against those that no service could avoid: the ones after the longest common prefix of a turn's prompt with
-the turn before it and its answer. What a template changes in the history is thus not counted as read again. Parts:
+the turn before it and its answer. Changes of the history by the template thus do not count as repeated work. Parts:
 
-    alone      one session, with a template that keeps the history and one that shortens earlier answers
+    single     one session, with a template that keeps the history and one that shortens earlier answers
     forks      agents that continue the session from its middle, each with another result
     together   eight sessions of an eighth of the length, whose turns alternate
     restarted  the first turns after a restart: prompts are not stored, contexts are
@@ -43,7 +43,7 @@ TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}] {{ CONTENT }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
-KEPT = TEMPLATE.replace("CONTENT", "message.content")
+UNCHANGED = TEMPLATE.replace("CONTENT", "message.content")
 SHORTENED = TEMPLATE.replace(
     "CONTENT", "message.content[8:] if message.role == 'assistant' and not loop.last else message.content"
 )
@@ -93,7 +93,7 @@ class Session:
         self._known = prompt + [token for event in events if isinstance(event, Delta) for token in event.token_ids]
 
     def summary(self, first: int = 1) -> dict[str, object]:
-        """Of the turns from number `first` on, counted from 0."""
+        """The sums over turn number `first` and later ones, counted from 0."""
         rows = self.rows[first:]
         prompts = sum(row["prompt_tokens"] for row in rows)
         return {
@@ -139,7 +139,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = list[dict[str, object]]()
     with TemporaryDirectory(prefix="longleaf-bench-") as folder:
-        for name, template in (("keeps history", KEPT), ("shortens history", SHORTENED)):
+        for name, template in (("keeps history", UNCHANGED), ("shortens history", SHORTENED)):
             path = Path(folder, name.replace(" ", "-"))
             model = make_checkpoint(
                 path / "model",
@@ -148,7 +148,7 @@ def main() -> None:
                 max_positions=2 * (options.tokens + options.turns * options.growth),
                 chat_template=template,
             )
-            measured = measure(model, path / "data", options, is_whole=template == KEPT)
+            measured = measure(model, path / "data", options, is_whole=template == UNCHANGED)
             rows += [{"template": name} | row for row in measured]
     result = {"bench": "agents", "rows": rows, "goals": goals(rows), "machine": describe()}
     if options.json:
@@ -165,7 +165,7 @@ def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
             name, share = f"read again, {row['template']}, {row['part']}", row["read_again_share"]
             found.append({"name": name, "value": share, "target": READ_AGAIN_TARGET, "met": share <= READ_AGAIN_TARGET})
     times = {row["part"]: row["first_token_ms"] for row in rows if row["template"] == "keeps history"}
-    ratio = round(times["alone"] / times["append"], 3)
+    ratio = round(times["single"] / times["append"], 3)
     name = "first token of a turn against a bare append"
     return [*found, {"name": name, "value": ratio, "target": FIRST_TOKEN_TARGET, "met": ratio <= FIRST_TOKEN_TARGET}]
 
@@ -183,7 +183,7 @@ def measure(model: Path, data: Path, options: argparse.Namespace, *, is_whole: b
         alone = session(client, options.tokens, 1)
         for _ in range(options.turns):
             alone.turn(options.answer)
-        yield {"part": "alone", **alone.summary()}
+        yield {"part": "single", **alone.summary()}
         if not is_whole:
             return
         yield {"part": "unshared", "first_token_ms": alone.rows[0]["first_token_ms"]}

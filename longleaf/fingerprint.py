@@ -86,6 +86,18 @@ def read_fingerprint(folder: Path) -> Fingerprint:
     return Fingerprint(whole.hexdigest(), files)
 
 
+def file_states(folder: Path) -> dict[str, tuple[int, int]]:
+    """The size in bytes and the time of the last change in ns of the config and the weight files. If they remain equal,
+    so does the model, unless someone resets the time. Raises ModelRefused.
+    """
+    found = dict[str, tuple[int, int]]()
+    for path in [folder / name for name in (CONFIG, *weight_files(folder))]:
+        with _reading(path):
+            status = path.stat()
+        found[path.name] = status.st_size, status.st_mtime_ns
+    return found
+
+
 def read_texts(folder: Path) -> dict[str, str]:
     """The digests of the existing TEXTS, which the coordinator reads. Raises ModelRefused."""
     if not folder.is_dir():

@@ -6,7 +6,9 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 
+import httpcore2
 import pytest
 from hypothesis import Phase, settings
 
@@ -20,6 +22,8 @@ PRELOAD = ["tests.support.preload"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by test processes
 multiprocessing.set_forkserver_preload(PRELOAD)
 pytest.register_assert_rewrite("tests.support")
+# Each HTTP client would read the certificates of the machine, 20 ms of processor time, and nearly all use plain HTTP.
+httpcore2.default_ssl_context = cache(httpcore2.default_ssl_context)
 # Deterministic examples: a failure is caused by the change. It is reported at once, because shrinking an example that
 # runs a service takes longer than a test may: HYPOTHESIS_PROFILE=shrink shrinks it. HYPOTHESIS_PROFILE=random draws
 # others in every run, twice as many where a test does not set the number.

@@ -1,5 +1,6 @@
 """One rank: a model, its share of the KV cache, and the epochs that it joins."""
 
+import itertools
 import logging
 import os
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from longleaf.backoff import backoff_delay
 from longleaf.comm import Groups
 from longleaf.comm.abort import ExchangeAborter, Sockets
 from longleaf.comm.process_group import (
@@ -23,8 +25,8 @@ from longleaf.comm.process_group import (
 )
 from longleaf.config import cache_folder
 from longleaf.errors import ModelRefused, StartError
-from longleaf.fingerprint import Fingerprint, read_fingerprint
-from longleaf.formatting import describe_dequantization, human_bytes
+from longleaf.fingerprint import Fingerprint, file_states, read_fingerprint
+from longleaf.formatting import describe_dequantization, human_bytes, human_seconds
 from longleaf.kernels import registry
 from longleaf.kernels.backend import Backend
 from longleaf.kernels.cpu.compiled import NativeBackend
@@ -64,6 +66,9 @@ from workers.step.last_tokens import DeviceIds, HostIds, LastTokens
 log = logging.getLogger(__name__)
 OPEN_WITHOUT_PROBE: OpenStore = partial(Storage.open, probe=False)
 """Opens a storage without a write test: read-only storage is still readable."""
+READ_ATTEMPTS = 6
+"""Attempts to read weights of a lost rank."""
+FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 10.0
 
 
 class Rank:
@@ -98,6 +103,8 @@ class Rank:
         self.epoch: GroupSession | None = None
         self._fingerprint: Fingerprint | None = None
         """The fingerprint of the model, once it has been read."""
+        self._files: dict[str, tuple[int, int]] = {}
+        """The sizes and times of its files just before."""
         self._records = records or ExactnessRecords(cache_folder() / EXACT)
         self._exactness_note = ""
         """The reason why the model was not compared with plain attention; empty if it was."""
@@ -122,10 +129,16 @@ class Rank:
         if not spec.is_first_here:
             return hello
         try:
-            self._fingerprint = read_fingerprint(Path(self.config.model))
+            self._read_fingerprint()
             return msgspec.structs.replace(hello, fingerprint=self._fingerprint)
         except ModelRefused as error:  # reported with those of other machines, which may have the model
             return msgspec.structs.replace(hello, missing=str(error))
+
+    def _read_fingerprint(self) -> None:
+        """Raises ModelRefused."""
+        folder = Path(self.config.model)
+        self._files = file_states(folder)
+        self._fingerprint = read_fingerprint(folder)
 
     def load(self, parts: Sequence[int] = ()) -> None:
         """Loads the model, or these parts of its weights, and allocates the pool. Raises ModelRefused or StartError."""
@@ -152,6 +165,8 @@ class Rank:
         keeps_stored = config.weights_dtype == "stored"
         if not config.has_shares:
             return models.load(config.model, config.dtype, self.device, keeps_stored=keeps_stored)
+        if config.spare_ranks and self._fingerprint is None:
+            self._read_fingerprint()  # to be compared before this rank reads weights of a lost one
         share = Share(tuple(parts), config.world_size)
         found = load_share(config.model, config.dtype, self.device, share, keeps_stored=keeps_stored)
         self._weights = found.weights
@@ -198,19 +213,44 @@ class Rank:
 
     def hold(self, parts: Sequence[int]) -> int:
         """Uses these parts of the weights from the next epoch on, and reads those that are not in memory. Returns the
-        bytes that were read. Raises RuntimeError within an epoch, or if the weights are not sharded, and the errors of
-        reading.
+        bytes that were read. Raises RuntimeError within an epoch, or if the weights are not sharded, ModelRefused if
+        the checkpoint is another one than at the start, and the errors of reading.
         """
         if self._weights is None:
             raise RuntimeError("this rank holds all weights")
         began = time.monotonic()
-        num_bytes = self._weights.hold(parts)
+        num_bytes = self._read_parts(self._weights, parts)
         seconds = time.monotonic() - began
         log.info("weights: this rank holds %d parts; read %s in %.1f s", len(parts), human_bytes(num_bytes), seconds)
         self._ready = msgspec.structs.replace(
             self._ready, weight_bytes=weight_bytes(self.model.module), weight_parts=len(parts)
         )
         return num_bytes
+
+    def _read_parts(self, weights: LocalWeights, parts: Sequence[int]) -> int:
+        """Reads again after errors of the storage, which survivors may share: one such error would end all of them, and
+        with them the contexts."""
+        for number in itertools.count(1):
+            try:
+                if weights.must_read(parts):
+                    self._check_unchanged()
+                return weights.hold(parts)
+            except (OSError, ModelRefused) as error:
+                cause = error if isinstance(error, OSError) else error.__cause__
+                if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError) or number == READ_ATTEMPTS:
+                    raise
+                delay = backoff_delay(number, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS)
+                log.warning("weights: %s; this rank reads again in %s", error, human_seconds(delay))
+                time.sleep(delay)
+        raise AssertionError
+
+    def _check_unchanged(self) -> None:
+        """Raises ModelRefused if weights that are read now would be those of another model than the present ones."""
+        folder = Path(self.config.model)
+        if self._fingerprint is None or file_states(folder) == self._files:
+            return
+        if read_fingerprint(folder).digest != self._fingerprint.digest:
+            raise ModelRefused(f"{folder} has changed since the start: its weights cannot replace those of a lost rank")
 
     def open_store(self) -> int:
         """Opens the rendezvous store of the next epoch and returns its port. Raises OSError if it cannot listen."""

@@ -5,8 +5,9 @@ Other processes on the machine change all times, so both sides take turns and on
 
     python -m bench.weights --into bench/results/weights.json
     python -m bench.weights --only decode
-    python -m bench.weights --only large         # serves 6 GB on four ranks: 14 GB of memory, 6 GB of disk, minutes
-    python -m bench.weights --only large_loss    # the same with --spare-ranks 1, and a rank is killed
+    python -m bench.weights --only large           # serves 6 GB on four ranks: 14 GB of memory, 6 GB of disk, minutes
+    python -m bench.weights --only large_loss      # the same with --spare-ranks 1, and a rank is killed
+    python -m bench.weights --only large_replaced  # without spare ranks: the replacement reads the lost share
 """
 
 from collections.abc import Iterable
@@ -76,6 +77,7 @@ PARTS = {
     "exchanges": lambda: {"families": exchanges.measure(), "goals": []},
     "large": large.measure,
     "large_loss": large.measure_loss,
+    "large_replaced": large.measure_replacement,
 }
 DEFAULT = [name for name in PARTS if not name.startswith("large")]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Iterable
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.contexts import ContextTable, NamedContext
 from coordinator.kv_cache.segments import SegmentStore
+from coordinator.kv_cache.token_paths import Segment
 
 
 class ContextEvictor:
@@ -28,7 +29,7 @@ class ContextEvictor:
         """Evicts contexts until so many more blocks are free or reclaimable. Returns False, and evicts nothing, if that
         is not possible."""
         spare = self._spare()
-        if not lacking.fits(self._num_freed(spare)):
+        if not lacking.fits(self._segments.num_freed(_references(spare))):
             return False
         wanted = self._num_room + lacking
         for group in self._groups(spare):
@@ -64,10 +65,9 @@ class ContextEvictor:
             self._contexts.evict(context)
         return bool(evicted)
 
-    @property
-    def num_spare(self) -> BlockCount:
-        """Blocks that would be free if all evictable contexts were evicted."""
-        return self._num_freed(self._spare())
+    def spare_references(self) -> Counter[Segment]:
+        """Number of references by segment that evictable contexts have."""
+        return _references(self._spare())
 
     @property
     def _num_room(self) -> BlockCount:
@@ -77,12 +77,6 @@ class ContextEvictor:
         bound = {context.id for context in self._contexts.bound(self._in_use())}
         return [one for one in self._contexts.list() if not (one.is_evicted or one.id in bound)]
 
-    def _num_freed(self, spare: list[NamedContext]) -> BlockCount:
-        """Blocks that become free once all of these contexts are evicted."""
-        through = Counter(segment for context in spare for segment in context.path.segments)
-        freed = BlockCount()
-        for placement in self._segments.placements.for_segments(through):
-            count = placement.num_idle_references + through[placement.segment]
-            if count == placement.num_references - placement.num_cache_references:
-                freed += placement.num_blocks + placement.num_reserved
-        return freed
+
+def _references(contexts: list[NamedContext]) -> Counter[Segment]:
+    return Counter(segment for context in contexts for segment in context.path.segments)

@@ -70,6 +70,10 @@ class SegmentPlacement:
         """Only evicted contexts and cached prompts refer to it."""
         return 0 < self.num_idle_references == self.num_references - self.num_cache_references
 
+    def is_idle_after(self, num_dropped: int) -> bool:
+        """Whether only evicted contexts and cached prompts refer to it once so many other references are dropped."""
+        return self.num_idle_references + num_dropped == self.num_references - self.num_cache_references
+
     @property
     def num_reclaimable(self) -> BlockCount:
         """The blocks of the segment if it is only cached for future prompts, else none."""

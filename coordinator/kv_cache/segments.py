@@ -2,7 +2,7 @@
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer, count_blocks
 from coordinator.kv_cache.lost_ranges import LostRanges
@@ -211,6 +211,14 @@ class SegmentStore:
             for other in self.placements:
                 if other.segment.before.segments[-1:] == (placement.segment,):
                     self._evict_idle(other)
+
+    def num_freed(self, idle: Mapping[Segment, int]) -> BlockCount:
+        """Blocks that become free once so many more references by segment are those of evicted contexts."""
+        freed = BlockCount()
+        for placement in self.placements.for_segments(idle):
+            if placement.is_idle_after(idle[placement.segment]):
+                freed += placement.num_blocks + placement.num_reserved
+        return freed
 
     def _can_recompute(self, segment: Segment) -> bool:
         """Whether a segment can be recomputed from its start, without any other or together with those before it."""

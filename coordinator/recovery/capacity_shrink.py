@@ -77,7 +77,7 @@ class CapacityShrink:
         if not self._can_evict:
             return False
         _, resident = self._admission.resident(job, [other for other in jobs if other is not job])
-        return (resident + job.num_blocks).fits(self._placer.num_blocks)
+        return (resident + self._limits.num_scratch() + job.num_blocks).fits(self._placer.num_blocks)
 
     def _remaining(self) -> list[SegmentPlacement]:
         segments: dict[Segment, None] = {s: None for context in self._contexts.list() for s in context.path.segments}

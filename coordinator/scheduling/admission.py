@@ -185,6 +185,7 @@ class Admission:
         loss of a rank. So a prompt that has no room beside contexts in use is refused with a retry delay.
         """
         retained, stays = self.resident(job, jobs)
+        stays += self._limits.num_scratch()
         answers = [other for other in jobs if isinstance(other, SequenceJob)]
         path_segments = {s.id: s for path in self._requested(answers) for s in path.segments if s.id not in retained}
         self._limits.check_room(job.num_blocks, stays, None)
@@ -202,11 +203,11 @@ class Admission:
 
     def resident(self, job: Job, jobs: list[Job]) -> tuple[dict[int, Segment], BlockCount]:
         """The segments, by id, that are not freed when the answers among `jobs` end, and so limit the room of `job`.
-        Also the blocks of these segments and all documents among `jobs`."""
+        Also the blocks of these segments and all documents among `jobs`, without those for recomputation."""
         retained = self._durable([job, *jobs])
         coming = sum((other.num_blocks for other in jobs if isinstance(other, IngestJob)), BlockCount())
         resident = self._limits.wanted(self._segments.placements.for_segments(retained.values()))
-        return retained, resident + coming + self._limits.num_scratch
+        return retained, resident + coming
 
     def _requested(self, answers: list[SequenceJob]) -> list[TokenPath]:
         """The paths that are held while these answers run."""

@@ -50,6 +50,10 @@ class Deferral:
     use, the most recently used ones first. The questions about the others are deferred: they do not begin, and their
     references are those of an evicted context. So a context is evicted when no running job uses it. After the oldest
     job has begun, or no longer waits for room, the deferred questions wait for the reload of their contexts.
+
+    Contexts that were in use together may not fit together while they are reloaded, because recomputation takes more
+    window blocks. If no job can run, the other questions are then deferred for the oldest job, and paused jobs that
+    hold its room are preempted: see `unblock_reload`.
     """
 
     def __init__(
@@ -72,6 +76,8 @@ class Deferral:
         self._recovery = recovery
         self._oldest: Job | None = None
         """The job for which others are deferred, from its turn until it begins."""
+        self._is_forced = False
+        """Whether others are deferred for that job even if there is no room for it before its context is reloaded."""
         self._has_preempted = False
         """Whether jobs were preempted for the reload of that job's context."""
         self._kept: set[GroupKey] = set()
@@ -92,6 +98,23 @@ class Deferral:
             if not is_turn or (self._placements.holds(oldest.request.origin) and oldest.num_blocks.fits(free)):
                 return has_changed
         return self._divide(oldest) or has_changed
+
+    def unblock_reload(self) -> bool:
+        """Defers questions for the oldest waiting job if lost keys have no room and no running job will free blocks:
+        contexts do not fit together while they are reloaded, or paused jobs hold the room. Returns whether it did."""
+        if self._evictor is None or self._limits.may_grow or not self._is_reload_blocked:
+            return False
+        if (oldest := self._oldest_waiting()) is None:
+            return False
+        self._is_forced = True
+        self._divide(oldest)
+        return True
+
+    @property
+    def _is_reload_blocked(self) -> bool:
+        if self._recovery.is_over or self._recovery.is_reserved:
+            return False
+        return not any(job.tail.is_ready and not job.request.is_paused for job in self._lifecycle.running.values())
 
     def is_reloading(self, job: Job) -> bool:
         """Whether others are deferred for this job, and it waits for the reload of its context. Other jobs then
@@ -119,8 +142,9 @@ class Deferral:
         segments were added or evicted."""
         others = [job for job in self._lifecycle.requests.jobs() if job is not oldest]
         retained, resident = self._admission.resident(oldest, others)
-        room = self._placer.num_blocks - resident - oldest.num_blocks
-        if not BlockCount().fits(room):
+        # without the scratch of contexts that will be deferred, or whose request may be refused
+        room = self._placer.num_blocks - resident - oldest.num_blocks - self._limits.num_scratch(retained)
+        if not (BlockCount().fits(room) or self._is_forced):
             return self.end()  # deferral cannot make enough room
         self._oldest, has_changed = oldest, False
         kept = set[GroupKey]()
@@ -129,6 +153,7 @@ class Deferral:
             group = groups[key]
             more = {segment.id: segment for segment in group.segments() if segment.id not in retained}
             needed = self._limits.wanted(self._placements.for_segments(more.values()))
+            needed += self._limits.num_scratch(retained | more) - self._limits.num_scratch(retained)
             if not more or (not group.is_deferred and needed.fits(room)):
                 kept.add(key)
                 retained |= more
@@ -183,6 +208,7 @@ class Deferral:
     def end(self) -> bool:
         """Resumes all deferred jobs. Returns whether there were any."""
         self._oldest = None
+        self._is_forced = False
         self._has_preempted = False
         self._kept = set()
         return self._resume(self._lifecycle.queue)

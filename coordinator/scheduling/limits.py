@@ -1,7 +1,7 @@
 """Limits on the size of a job, and the number of blocks that it takes."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.positions import Positions
@@ -47,13 +47,14 @@ class JobLimits:
 
     def fit_together(self, segments: Iterable[Segment]) -> bool:
         """Whether the segments, and the blocks that are needed during recomputation, fit at the same time."""
-        wanted = self.wanted(self._placements.for_segments(segments)) + self.num_scratch
+        wanted = self.wanted(self._placements.for_segments(segments)) + self.num_scratch()
         return wanted.fits(self._placer.num_blocks)
 
-    @property
-    def num_scratch(self) -> BlockCount:
-        """Blocks that are needed only during recomputation."""
-        sizes = [placement.loss.num_tokens for placement in self._placements.with_losses if placement.loss]
+    def num_scratch(self, segments: Container[int] | None = None) -> BlockCount:
+        """Temporary blocks for the recomputation of lost keys, by default of all segments. `segments` has ids."""
+        lossy = self._placements.with_losses
+        placements = [one for one in lossy if segments is None or one.segment.id in segments]
+        sizes = [placement.loss.num_tokens for placement in placements if placement.loss]
         return BlockCount(windows=max(map(self._placer.window_pool.chunk_blocks, sizes), default=0))
 
     @property

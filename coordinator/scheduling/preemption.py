@@ -7,6 +7,7 @@ from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.eviction import ContextEvictor
 from coordinator.kv_cache.segment_placement import SegmentPlacements
 from coordinator.kv_cache.segments import SegmentStore
+from coordinator.kv_cache.token_paths import Segment
 from coordinator.scheduling.jobs import Job, as_victims
 from coordinator.scheduling.sequences import SequenceJob
 
@@ -75,10 +76,9 @@ class Preemption:
         candidates = [other for other in running_set.sequences if job.may_preempt(other)]
         places = 0 if reloaded else self._num_places_lacking(job, running_set)
         lacking = (reloaded or job.num_blocks) - self._placer.num_free - self._segments.num_reclaimable
-        if self._evictor is not None:
-            lacking -= self._evictor.num_spare
+        dropped = self._evictor.spare_references() if self._evictor is not None else Counter[Segment]()
+        lacking -= self._segments.num_freed(dropped)
         chosen: list[SequenceJob] = []
-        dropped: Counter[int] = Counter()
         for other in as_victims(candidates):
             if lacking.fits(BlockCount()) and places <= 0:
                 break
@@ -88,11 +88,12 @@ class Preemption:
         return chosen if lacking.fits(BlockCount()) and places <= 0 else None
 
 
-def _num_freed(job: SequenceJob, dropped: Counter[int], placements: SegmentPlacements) -> BlockCount:
-    """Blocks that become free or reclaimable when a running job is preempted after those that `dropped` counts."""
+def _num_freed(job: SequenceJob, dropped: Counter[Segment], placements: SegmentPlacements) -> BlockCount:
+    """Blocks that become free or reclaimable when a running job is preempted, beyond those that become so when the
+    references that `dropped` counts are dropped: of evictable contexts and of jobs that are preempted before."""
     num_blocks = job.tail.placement.num_blocks + job.tail.reservation.left
     for placement in placements.for_segments(job.prefill.path.segments[len(job.request.origin.segments) :]):
-        dropped[placement.segment.id] += 1
-        if placement.num_references - placement.num_cache_references == dropped[placement.segment.id]:
+        dropped[placement.segment] += 1
+        if placement.is_idle_after(dropped[placement.segment]):
             num_blocks += placement.num_blocks
     return num_blocks

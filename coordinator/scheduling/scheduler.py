@@ -236,6 +236,9 @@ class Scheduler:
             self._deferral.update()  # first, because deferred jobs need no blocks for lost keys
             self._preempt_for_reload()
             self.job_recovery.resume()
+            if self._deferral.unblock_reload():
+                self._preempt_for_reload()
+                self.job_recovery.resume()
         while self._lifecycle.may_begin:
             if self._deferral.update():
                 self.job_recovery.resume()
@@ -284,7 +287,8 @@ class Scheduler:
         return True
 
     def _preempt_for_reload(self) -> None:
-        """Preempts jobs that overtook the oldest one if that makes enough room for the reload of its context."""
+        """Preempts jobs that overtook the oldest one, or are paused, if that makes enough room for the reload of its
+        context."""
         if (job := self._deferral.reloading) is None:
             return
         needed = self.recovery.num_unreserved(job.request.origin)

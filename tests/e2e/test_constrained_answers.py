@@ -133,6 +133,7 @@ def test_openai_package_parses_a_model(service: Served) -> None:
         assert caught.value.param == "response_format.json_schema.schema"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.extended)])
 def test_answers_to_random_schemas_validate(service: Served, count: int) -> None:
     async def ask(client: AsyncClient, number: int, turns: asyncio.Semaphore) -> str:

@@ -13,6 +13,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 EXAMPLES = re.findall(r"```(sh|python)\n(.*?)```", PAGE, re.DOTALL)
 
 
+@pytest.mark.extended
 def test_examples_of_the_page_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -234,6 +234,7 @@ def change_weights(model: Path) -> None:
     save_file(changed, model / "model.safetensors", {"format": "pt"})
 
 
+@pytest.mark.extended
 def test_stale_contexts_are_recomputed_with_the_new_weights(tmp_path: Path) -> None:
     model, data_dir = tmp_path / "model", tmp_path / "data"
     shutil.copytree(embedded_model(), model)

@@ -22,7 +22,7 @@ Ids = tuple[int, ...]
 
 
 @pytest.fixture(scope="module")
-def asked(checkpoint: Path) -> tuple[Ids, Ids]:
+def example(checkpoint: Path) -> tuple[Ids, Ids]:
     """A question to the document, and the answer of `generate`, whose tokens all win by a clear margin."""
     for seed in range(2, 22):
         question = draw_ids(12, seed)
@@ -42,9 +42,9 @@ def serve(started: ExitStack, checkpoint: Path, *options: str) -> Served:
 
 
 def test_an_answer_continues_when_the_replacement_has_loaded_its_share(
-    checkpoint: Path, started: ExitStack, ray_cluster: int, asked: tuple[Ids, Ids]
+    checkpoint: Path, started: ExitStack, ray_cluster: int, example: tuple[Ids, Ids]
 ):
-    question, expected = asked
+    question, expected = example
     service = serve(started, checkpoint, "--weights", "sharded")
     tokens, missing = list[int](), list[float]()
     with Client(service.address, retries=0) as client:

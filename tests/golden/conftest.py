@@ -3,13 +3,17 @@
 import fcntl
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.support.golden.loaded_models import loaded_once
 from tests.support.golden.plain import Golden, make_golden
+from workers.model import model as models
 from zoo.checkpoints import PAD_IDS
 from zoo.families import Family
+
+LOAD = loaded_once(models.load)
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +41,14 @@ def goldens(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Golden]:
         return pickle.loads(path.read_bytes())
 
     return get
+
+
+@pytest.fixture(autouse=True)
+def copied_models(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ranks in threads load each checkpoint once, except in tests that patch functions, which a load may call."""
+    if "monkeypatch" in request.fixturenames:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "load", LOAD)
+        yield

@@ -31,7 +31,7 @@ def drafting(monkeypatch, answers, share, block_size):
     return drafter
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "way"), thinned(COVER, 9))
 async def test_tokens_equal_generate(goldens, monkeypatch, family, way):
     golden, (world_size, merge, chunk_size, state, prefill) = goldens(family), way
@@ -69,7 +69,7 @@ def check_same(found, wanted):
         assert reported[0] == reported[1]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize(
     ("family", "world_size", "settings"),

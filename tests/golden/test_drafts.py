@@ -83,19 +83,19 @@ def compare(golden, world_size, kind, **settings):
     assert (found.num_refused > 0) == (kind != "right")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "world_size", "kind"), thinned(EVERY, len(COVER)))
 def test_answers_and_keys_are_those_without_drafts(goldens, family, world_size, kind):
     compare(goldens(family), world_size, kind)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("family", "world_size", "kind"), WINDOWED)
 def test_replicated_windows_forget_what_was_refused(goldens, family, world_size, kind):
     compare(goldens(family), world_size, kind, window_keys="replicated")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("merge", "kind"), thinned(MERGED, len(MERGES)))
 def test_drafts_are_verified_with_every_merge(goldens, merge, kind):
     compare(goldens("llama"), 3, kind, merge=merge)

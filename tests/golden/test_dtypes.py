@@ -12,7 +12,7 @@ async def check_half_precision(golden, dtype):
     assert ratio(golden, found, plain_logits(golden, dtype), plain_logits(golden)) <= ALLOWED
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", LIVELY)
 async def test_half_precision_stays_close_to_the_plain_model(goldens, family, dtype):

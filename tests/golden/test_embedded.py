@@ -21,7 +21,7 @@ from tests.support.threads import config_for
 NEW_TOKENS = 40
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world_size", "window_keys"), [(1, "sharded"), (3, "sharded"), (3, "replicated")])
 async def test_answers_equal_generate(world_size, window_keys):
     haystack = make_haystack(5, 3000, 2, 0, split="held_out")

@@ -18,7 +18,7 @@ from tests.support.service import encoded
 from tests.support.threads import config_for
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [

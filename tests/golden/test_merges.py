@@ -32,7 +32,7 @@ UNEVEN = ("hierarchy", "aab")
 WAYS = [UNEVEN, *((merge, "aabb") for merge in MERGES), *((merge, "aab") for merge in MERGES if merge != UNEVEN[0])]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("merge", "machines"), thinned(WAYS, 1 + len(MERGES)))
 async def test_tokens_equal_generate_with_every_merge(goldens, merge, machines):
     golden = goldens("llama")

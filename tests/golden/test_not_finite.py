@@ -71,7 +71,7 @@ def nothing(logits_V):
     logits_V[:] = -INF
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("world_size", "spoil", "token_index"), [(1, nan, 0), (3, nan, 5), (3, infinite, 0), (1, nothing, NEW_TOKENS - 1)]
 )
@@ -122,7 +122,7 @@ class Projection:
         return keys_1TC
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "value", "settings"),
     [

@@ -191,7 +191,7 @@ SHORT, LONG = None, 400
 """Capacities of contexts whose keys have the short factors, up to BORDER, and the long ones."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("capacity", "num_resident", "num_requested", "cached"),
     [

@@ -77,7 +77,7 @@ def check_only(attention, wanted):
     check(found, wanted)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_lead", [0, NUM_LEAD])
 @pytest.mark.parametrize(("family", "world_size"), thinned(EVERY, len(COVER)))
 def test_shares_are_those_of_dense_attention(goldens, family, world_size, num_lead):
@@ -107,7 +107,7 @@ def test_shares_are_those_of_dense_attention(goldens, family, world_size, num_le
     check_only(results[0].attention[before], expected(weights, rows_before, (0, CUT), START - 8, spans))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize(("family", "world_size"), [("llama", 1), ("gpt_oss", 3), ("gemma2", 2)])
 def test_compiled_kernels_leave_no_key_to_look_at_again(goldens, monkeypatch, family, world_size, kv_dtype):
@@ -142,7 +142,7 @@ def test_keys_are_looked_at_in_tiles_of_any_size(goldens, monkeypatch, world_siz
     torch.testing.assert_close(tiled.largest, whole.largest, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [{}, {"kv_dtype": "int8"}, {"dtype": "bfloat16"}, {"kernels": "torch"}])
 @pytest.mark.parametrize(("family", "world_size"), [("llama", 1), ("gemma3", 3), ("gpt_oss", 2)])
 def test_shares_add_up_to_one_and_to_ask_changes_no_bit(goldens, family, world_size, settings):
@@ -164,7 +164,7 @@ def test_shares_add_up_to_one_and_to_ask_changes_no_bit(goldens, family, world_s
     assert torch.equal(logits, attributed_logits)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "world_size", "window_keys"), thinned(dict.fromkeys(HIDING), 11))
 def test_what_is_hidden_is_read_by_no_layer(goldens, family, world_size, window_keys):
     """Of rows that hide different things, in a batch."""
@@ -195,7 +195,7 @@ def test_what_is_hidden_is_read_by_no_layer(goldens, family, world_size, window_
         assert means[:-NUM_OTHER_SHARES].abs().max() == 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["queries", "keys"])
 @pytest.mark.parametrize(("family", "world_size", "window_keys"), thinned(dict.fromkeys(HIDING), 9))
 def test_what_is_hidden_from_a_chunk_is_read_by_no_layer(goldens, family, world_size, window_keys, way):
@@ -209,7 +209,7 @@ def test_what_is_hidden_from_a_chunk_is_read_by_no_layer(goldens, family, world_
     assert (logits[0] - wanted[-1]).abs().max() <= LOGIT_TOLERANCE * wanted.std()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.0])
 @pytest.mark.parametrize("settings", [{}, {"kernels": "torch"}])
 @pytest.mark.parametrize(("family", "world_size"), [("llama", 1), ("gemma3", 3), ("gpt_oss", 2), ("deepseek_v3", 2)])
@@ -228,7 +228,7 @@ def test_drafted_tokens_have_the_shares_that_they_have_without_drafts(goldens, f
     assert not reported(found, found.sequences[2])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.0])
 @pytest.mark.parametrize(("family", "world_size"), [("llama", 1), ("gemma3", 3), ("gpt_oss", 2)])
 def test_in_8_bits_drafts_do_not_raise_the_error_of_shares(goldens, family, world_size, share):

@@ -72,7 +72,7 @@ def test_transformers_reads_fp8(tmp_path: Path) -> None:
 
 def test_sources_that_cannot_be_quantized_are_refused(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source", "llama", num_layers=1)
-    quantize(source, tmp_path / "once", "int4")
+    quantize_checkpoint(source, tmp_path / "once", "int4")
     with pytest.raises(ModelRefused, match="it is quantized"):
         quantize_checkpoint(tmp_path / "once", tmp_path / "twice", "fp8-block")
     with pytest.raises(InvalidArgument, match="exists"):
@@ -80,6 +80,15 @@ def test_sources_that_cannot_be_quantized_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelRefused, match="cannot be quantized"):
         quantize(tmp_path, tmp_path / "other", "int4")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.extended
+def test_separate_process_writes_the_same_checkpoint(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", "llama", num_layers=1)
+    assert quantize(source, tmp_path / "by a process", "int4") == quantize_checkpoint(source, tmp_path / "here", "int4")
+    written, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("by a process", "here"))
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
 
 
 def test_files_and_index_are_those_of_the_source(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def make(folder: Path, layout: str) -> tuple[Path, Golden]:
     raise AssertionError(f"{layout}: all weights repeat themselves, come close to ties, or overlook hidden keys")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("layout", "weights", "world_size", "state", "merge", "chunk_size"), COVER)
 async def test_tokens_equal_generate_on_the_dequantized_weights(
     quantized_goldens: Goldens,

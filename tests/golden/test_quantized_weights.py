@@ -4,6 +4,8 @@ whole and by shares.
 
 import json
 import re
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +53,21 @@ LAYOUTS: dict[str, tuple[Family, dict[str, Any], Writer]] = {
 
 def make(folder: Path, layout: str) -> dict[str, torch.Tensor]:
     """Writes a checkpoint of a layout, and returns the weights that it represents."""
+    files, weights = checkpoint_of(layout)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return dict(weights)
+
+
+@cache
+def checkpoint_of(layout: str) -> tuple[dict[str, bytes], dict[str, torch.Tensor]]:
+    """The files of a checkpoint of a layout, and the weights that it represents."""
     family, settings, write = LAYOUTS[layout]
-    make_checkpoint(folder, family, num_layers=2)
-    return quantize(folder, settings, write, is_experts if layout == "mxfp4" else is_matrix)
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_checkpoint(Path(name), family, num_layers=2)
+        weights = quantize(folder, settings, write, is_experts if layout == "mxfp4" else is_matrix)
+        return {file.name: file.read_bytes() for file in folder.iterdir()}, weights
 
 
 def read(folder: Path, settings: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -82,6 +96,7 @@ def test_weights_are_those_that_the_numbers_represent(tmp_path: Path, layout: st
         assert torch.equal(found[name], weight), name
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("count", [3, 7])
 def test_slices_are_those_of_the_whole_weight(tmp_path: Path, layout: str, count: int) -> None:
@@ -165,6 +180,7 @@ def test_nvfp4_of_modelopt_equals_that_of_compressed_tensors(tmp_path: Path) -> 
         torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=0)  # a factor and its inverse are rounded
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["fp8 32x16", "fp8 by channel", "mxfp4", "nvfp4", "int4 with zero points", "awq"])
 def test_each_rank_has_its_share_of_the_dequantized_weights(tmp_path: Path, layout: str) -> None:
     plain = tmp_path / "plain"
@@ -333,6 +349,7 @@ def assert_refused(folder: Path, words: str, *, is_unread: bool, monkeypatch: py
 HALF = Share.even(0, 2)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scales_of_a_wrong_shape_are_refused(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, layout)
@@ -342,6 +359,7 @@ def test_scales_of_a_wrong_shape_are_refused(tmp_path: Path, layout: str, monkey
     assert_refused(tmp_path, layer_of(layout), is_unread=True, monkeypatch=monkeypatch)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scales_that_are_not_numbers_are_refused(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, layout)
@@ -352,6 +370,7 @@ def test_scales_that_are_not_numbers_are_refused(tmp_path: Path, layout: str, mo
     assert_refused(tmp_path, f"{layer_of(layout)}", is_unread=False, monkeypatch=monkeypatch)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_truncated_file_is_refused(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, layout)
@@ -360,6 +379,7 @@ def test_truncated_file_is_refused(tmp_path: Path, layout: str, monkeypatch: pyt
     assert_refused(tmp_path, "bytes before the end of tensor", is_unread=True, monkeypatch=monkeypatch)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_files_that_disagree_are_refused(tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two files have the same scales, or the index names scales that no file has."""

@@ -80,7 +80,7 @@ def check_loss(golden, world_size, way, cut):
     check_answer(service, golden, logits)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "world_size", "way", "cut"), thinned(COVER, len(FAMILIES)))
 def test_a_lost_rank_is_read_again_by_the_others(goldens, family, world_size, way, cut):
     check_loss(goldens(family), world_size, way, cut)
@@ -169,6 +169,7 @@ def test_what_lies_in_8_bits_is_off_by_a_step_at_most(goldens):
     assert torch.linalg.vector_norm(found - logits) <= 2e-3 * torch.linalg.vector_norm(logits)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["gemma3", "llama4"])
 def test_with_windows_on_every_rank_a_segment_is_read_again_from_where_it_begins(goldens, family):
     """Keys of windowed layers of the middle are nowhere. Those of the seam are, on a new rank once they are handed

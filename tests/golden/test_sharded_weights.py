@@ -1,7 +1,9 @@
 """Weights divided over the ranks: tokens equal `generate`, and each rank holds and reads its part only."""
 
+import errno
 import itertools
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Sequence
@@ -9,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from bench.predict.formulas import Cluster
 from bench.predict.sharded_weights import exchanges_of
@@ -33,11 +36,13 @@ from tests.support.running import running as run
 from tests.support.running import running_on
 from tests.support.thinned import thinned
 from tests.support.threads import ThreadRanks, config_for, make_spec
+from workers import rank as rank_module
 from workers.__main__ import main
 from workers.model.meta_model import outline
 from workers.model.model import read_config
 from workers.model.sharded_model import load_share
 from workers.model.weight_parts import plan_weights
+from workers.model.weight_reader import WeightReader
 from workers.model.weight_shares import Share
 from workers.rank import Rank
 from zoo.families import FAMILIES
@@ -45,11 +50,12 @@ from zoo.families import FAMILIES
 MERGES, CHUNKS, PREFILLS = ("gather", "exchange", "butterfly"), (64, 300, 4096), ("auto", "queries", "keys")
 WAYS = zip(*map(itertools.cycle, (MERGES, CHUNKS, STATES, PREFILLS)))  # noqa: B905
 COVER = [(family, world_size, *way) for (family, world_size), way in zip(itertools.product(FAMILIES, (2, 3)), WAYS)]  # noqa: B905
+COVER += [(family, 4, *way) for family, way in zip(FAMILIES, WAYS)]  # noqa: B905
 SINGLE = ("llama", "qwen2.5", "mixtral", "gpt_oss", "gpt2")
 """Families without a vision part or latents, which are on every rank."""
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "world_size", "merge", "chunk_size", "state", "prefill"), COVER)
 async def test_tokens_equal_generate(goldens, family, world_size, merge, chunk_size, state, prefill):
     golden = goldens(family)
@@ -70,7 +76,7 @@ class ReadingRank(Rank):
         self.hold([part for part in range(NUM_PARTS) if part // 7 % 2 == self._spec.member])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "state"), list(zip(FAMILIES, itertools.cycle(STATES))))
 async def test_tokens_equal_generate_after_losses(goldens, family, state):
     golden, logits = goldens(family), Logits()
@@ -99,7 +105,7 @@ async def test_one_rank_may_hold_all_parts(goldens, family):
     rank.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -203,7 +209,7 @@ async def exchanges_of_a_step(golden, world_size, exchanged):
     return sorted((counts[2] - counts[1]).elements())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", EXCHANGES)
 async def test_exchanges_of_a_decode_step(goldens, exchanged, family):
     """The preflight counts those that the ranks begin."""
@@ -285,7 +291,7 @@ def test_one_rank_holds_all_weights(goldens):
 HEALED = (set(range(120)), set(range(120, 240))), (set(range(0, 240, 2)), set(range(1, 240, 2)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shares", HEALED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_that_holds_other_parts_has_their_bits(goldens, family, shares):
@@ -322,11 +328,68 @@ def test_parts_given_up_are_in_memory_until_the_epoch_begins(goldens, family):
     assert 0 < found.weights.hold(range(120)) <= 40 / 80 * share_bytes_of(found) * 1.05
 
 
+def loaded_with_room(folder):
+    """Rank 0 of three, with its own share."""
+    rank = Rank(make_spec(0, config_for(folder, world_size=3, weights="sharded", spare_ranks=1, verify_model=False)))
+    rank.load(even_share(0, 3))
+    return rank
+
+
+def test_weights_of_another_checkpoint_do_not_replace_lost_ones(goldens, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(goldens("llama").folder, folder)
+    rank, file = loaded_with_room(folder), folder / "model.safetensors"
+    save_file({name: weight + 1 for name, weight in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(ModelRefused, match=f"{folder} has changed since the start"):
+        rank.hold(range(120))
+    rank.close()
+
+
+def test_weights_of_a_new_copy_of_the_checkpoint_replace_lost_ones(goldens, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(goldens("llama").folder, folder)
+    rank = loaded_with_room(folder)
+    shutil.rmtree(folder)
+    shutil.copytree(goldens("llama").folder, folder, copy_function=shutil.copyfile)
+    assert rank.hold(range(120)) > 0
+    rank.close()
+
+
+def test_a_rank_without_the_files_cannot_read_lost_weights(goldens, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(goldens("llama").folder, folder)
+    rank = loaded_with_room(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelRefused, match=str(folder)):
+        rank.hold(range(120))
+    rank.close()
+
+
+def test_weights_are_read_again_after_an_error_of_the_storage(goldens, monkeypatch):
+    """The other ranks may share the storage, and one such error would end them all."""
+    monkeypatch.setattr(rank_module, "FIRST_RETRY_SECONDS", 0.0)
+    rank, read, errors = loaded_with_room(goldens("llama").folder), WeightReader.read, [errno.EIO] * 3
+
+    def fail(reader, descriptor, start, buffer):
+        if errors:
+            raise OSError(errors.pop(), "input/output error")
+        read(reader, descriptor, start, buffer)
+
+    monkeypatch.setattr(WeightReader, "read", fail)
+    assert rank.hold(range(120)) > 0
+    assert not errors
+    errors += [errno.EIO] * rank_module.READ_ATTEMPTS
+    with pytest.raises((OSError, ModelRefused), match="input/output error"):
+        rank.hold(range(200))
+    assert not errors
+    rank.close()
+
+
 KILLED = list(itertools.product((1, 0), (0, 1)))
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("lost", "spare_ranks"), KILLED)
 async def test_an_answer_goes_on_after_a_loss(goldens, lost, spare_ranks):
     """With room the other ranks read a sixth each; without, the answer waits for the replacement."""

@@ -86,6 +86,7 @@ def stored_goldens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Golden
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", ["fp8 32x16", "int4 in groups of 32", "awq", "fp8 by channel"])
 @pytest.mark.parametrize(
     ("world_size", "weights", "make_rank"),

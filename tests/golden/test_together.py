@@ -11,7 +11,7 @@ from tests.support.golden.plain import LIVELY
 NUM_TOGETHER = 6
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", LIVELY)
 async def test_tokens_equal_generate_however_many_ask(goldens, family):
     golden = goldens(family)

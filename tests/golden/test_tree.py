@@ -21,6 +21,7 @@ async def test_reused_prefixes_answer_like_generate(goldens, family, world_size,
         assert await ask(engine, prompt, num_samples=2) == ([golden.tokens] * 2, 999)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("family", "world_size"), [("llama", 2), ("gpt_oss", 3)])
 async def test_samples_answer_like_generate(goldens, family, world_size):
     golden = goldens(family)

@@ -17,7 +17,7 @@ from workers.model import model
 from workers.runners.verification import computing_in, distance, plain_attention, plain_logits
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", [*LIVELY, "gpt_neox", "gpt2", "deepseek_v3"])
 async def test_right_ranks_pass(goldens, family):
     golden = goldens(family)

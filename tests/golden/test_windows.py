@@ -62,7 +62,7 @@ def test_the_cover_covers():
             assert {way[factor] for way in rows} == set(values)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("family", "world_size", "chunk_size", "state"), thinned(COVER, len(FAMILIES)))
 async def test_tokens_equal_generate(goldens, family, world_size, chunk_size, state):
     await check_row(goldens(family), world_size, chunk_size, state)
@@ -75,6 +75,7 @@ async def test_tokens_equal_generate_in_the_full_product(goldens, family, world_
     await check_row(goldens(family), world_size, chunk_size, state)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [0, 1])
 async def test_a_rank_that_keeps_other_keys_is_noticed(goldens, number):
     """Each rank's own copy counts: its results enter the keys and partials of all layers."""
@@ -207,6 +208,7 @@ async def test_how_many_ranks_round_to_8_bits_does_not_show(goldens):
     assert torch.linalg.vector_norm(found - alone) <= 2e-3 * torch.linalg.vector_norm(alone)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 async def test_half_precision_stays_close_to_the_plain_model(goldens, family):
     golden = goldens(family)

@@ -13,11 +13,11 @@ from tests.support.snapshot_machine import SnapshotMachine
 
 
 class TestDurability(DurableMachine.TestCase):
-    settings = runs(100)
+    settings = runs(40)
 
 
 class TestSnapshots(SnapshotMachine.TestCase):
-    settings = runs(30)
+    settings = runs(15)
 
 
 @pytest.mark.extended
@@ -89,6 +89,70 @@ def test_a_question_about_a_deleted_context_holds_its_room_while_it_waits() -> N
     assert long.id in running.passed
     assert machine._is_kept_out(long)
     assert not machine._is_kept_out(last)
+    machine.teardown()
+
+
+def test_a_long_prompt_preempts_a_prompt_that_shares_the_keys_of_an_idle_context() -> None:
+    """The long prompt needs the blocks that the prompt and the context share. Neither the preemption nor the eviction
+    frees them without the other."""
+    machine = DurableMachine()
+    machine.begin([10], 8, 4, 0, 2, 4, None, 0, "found")
+    machine.ingest(list(range(12)), "a", False, DEFAULT_SCHEDULING)
+    machine.run_steps(4, 1, 0.001)
+    machine.ask([50], 4, None, 1, DEFAULT_SCHEDULING, False)
+    machine.run_steps(1, 1, 0.001)
+    machine.ask(list(range(100, 136)), 1, None, 1, DEFAULT_SCHEDULING, False)
+    machine.ask(list(range(16)), 12, None, 1, DEFAULT_SCHEDULING, False)
+    machine.run_steps(1, 1, 0.001)
+    (_, sharing), (long,) = machine.scheduler._running.values(), machine.scheduler._queue
+    assert long.id in sharing.passed
+    assert sharing.prefill.path.segments[0] in machine.scheduler.contexts.get("a").path.segments
+    machine.run_steps(4, 1, 0.001)
+    assert long.is_running
+    machine.teardown()
+
+
+def test_contexts_that_have_no_room_together_while_they_are_reloaded_are_reloaded_one_by_one() -> None:
+    """Both are evicted for a long prompt. Each fits beside the other, but recomputation takes two more states."""
+    machine, windows = DurableMachine(), WindowSpec(reaches=(AttentionSpan(2),), num_blocks=4, is_state=True)
+    machine.begin([25], 20, 2, 8, 1, 4, windows, 0, "wrong")
+    machine.ask_constantly(size=1, percent=22, questions=[("a", 4), ("c", 1)], steps=1)
+    assert all(job.is_deferred for job in machine.scheduler._queue if job.context)
+    machine.teardown()
+
+
+def test_a_refused_question_does_not_end_the_turn_of_the_oldest_job() -> None:
+    """The context of the refused question needs window blocks for recomputation until it is evicted again."""
+    spans = (AttentionSpan(section=8), AttentionSpan(2), AttentionSpan(5))
+    machine, windows = DurableMachine(), WindowSpec(reaches=spans, num_blocks=9)
+    machine.begin([20], 20, 5, 0, 3, 3, windows, 2, "right")
+    machine.ask_constantly(size=31, percent=13, questions=[("c", 2), ("b", 2), ("a", 1)], steps=0)
+    assert machine.turn is not None
+    machine.teardown()
+
+
+def test_a_job_that_is_recomputed_for_longer_positions_has_another_turn() -> None:
+    """It began in its turn for age. The question that overtakes it later runs when it is the oldest again."""
+    machine = DurableMachine()
+    machine.begin([10], 20, 4, 0, 1, 4, None, 0, "anything", scaled_from=24)
+    machine.ask_constantly(size=5, percent=68, questions=[("b", 3), ("a", 4), ("b", 2), ("c", 4)], steps=1)
+    machine.ask_constantly(size=0, percent=0, questions=[], steps=1)
+    machine.teardown()
+
+
+def test_an_answer_that_is_not_read_yields_to_the_reload_of_a_context() -> None:
+    machine = DurableMachine()
+    machine.begin([13], 20, 3, 0, 1, 2, None, 0, "wrong")
+    machine.ingest(list(range(15)), "a", False, DEFAULT_SCHEDULING)
+    machine.run_steps(4, 2, 0.001)
+    machine.rest("a")
+    machine.ask(list(range(100, 125)), 6, None, 1, DEFAULT_SCHEDULING, False)
+    machine.run_steps(1, 1, 0.001)
+    [unread] = machine.scheduler._running
+    machine.ask([0], 2, "a", 1, DEFAULT_SCHEDULING, False)
+    machine._pause(unread, True)
+    machine.run_steps(12, 2, 0.001)
+    assert machine.open.keys() == {unread}
     machine.teardown()
 
 

@@ -9,7 +9,7 @@ from tests.support.scheduler_machine import runs
 
 
 class TestLosses(RecoveringMachine.TestCase):
-    settings = runs(100)
+    settings = runs(40)
 
 
 @pytest.mark.extended

@@ -22,8 +22,9 @@ class DurableMachine(RecoveringMachine):
     """Saves the state that a catalog would save: a context counts once it is acknowledged."""
 
     is_durable = True
-    turn: int | None = None
-    """The oldest waiting job, while it has the next turn. Waiting requests are deferred for it."""
+    turn: tuple[int, int] | None = None
+    """The oldest waiting job and the number of its begins, while it has the next turn. Waiting requests are deferred
+    for it. A job that has begun since and was preempted has another turn."""
     ran_before_turn: frozenset[int] | set[int] = frozenset()
     """Jobs that ran when its turn came."""
     ran_before_schedule: frozenset[int] | set[int] = frozenset()
@@ -69,17 +70,21 @@ class DurableMachine(RecoveringMachine):
 
     def _no_job_waits_for_later_ones(self) -> None:
         queue = self.scheduler._queue
-        ids = [job.id for job in queue.order()] if queue.turns.is_for_the_oldest else []
-        if (oldest := min(ids, default=None)) != self.turn:
+        waiting = [(job.id, job.num_begins) for job in queue.order()] if queue.turns.is_for_the_oldest else []
+        if (oldest := min(waiting, default=None)) != self.turn:
             self.turn, self.ran_before_turn = oldest, set(self.scheduler._running)
         super()._no_job_waits_for_later_ones()
+
+    def _form(self, before: list[int | None], may_grow: bool) -> None:
+        self.turn = None  # the deferral ended with the epoch
+        super()._form(before, may_grow)
 
     def _is_kept_out(self, job: Job) -> bool:
         """Whether the contexts in use and the documents leave too few blocks for a waiting job. A request references
         the path that it continues from its admission to its end, whether it runs or waits, and even if the context is
         deleted. So these blocks do not become free when the jobs that overtook the waiting one are preempted."""
         scheduler = self.scheduler
-        if job.id == self.turn and not self.ran_before_turn & scheduler._running.keys():
+        if (job.id, job.num_begins) == self.turn and not self.ran_before_turn & scheduler._running.keys():
             return False
         paths = [request.origin for request in scheduler._requests]
         paths += [context.path for context in scheduler.contexts.bound(scheduler._requests.contexts)]
@@ -163,6 +168,7 @@ class DurableMachine(RecoveringMachine):
         self.paused.clear()
         self.waited.clear()
         self.ran.clear()
+        self.turn = None
 
 
 def revive(old: Scheduler, new: Scheduler, next_segment: int) -> None:

@@ -15,13 +15,11 @@ from coordinator.auth.authenticator import Authenticator
 from coordinator.engine.engine import Engine
 from coordinator.grpc_server.server import ANYBODY, GrpcServer
 from coordinator.handlers.application import Application
-from coordinator.text.template import DirectRenderer
-from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from tests.support.fakes.ranks import FakeRanks
 from tests.support.running import running
-from tests.support.service import write_model
+from tests.support.service import load_tokenizer, write_model
 
 VOCAB = 128
 """Single bytes of ASCII: each token is one character."""
@@ -60,7 +58,7 @@ async def serving(
     config = EngineConfig(model="none", **(small | settings))
     engine = Engine(ranks, config, max_positions=4096, clock=clock)
     async with running(engine):
-        tokenizer = Tokenizer.load(write_model(folder), DirectRenderer())
+        tokenizer = load_tokenizer(write_model(folder))
         application = Application(engine, tokenizer, engine.cluster)
         server = GrpcServer(application, config.unread_timeout, authenticator=authenticator)
         try:

@@ -10,7 +10,6 @@ from coordinator.grammars.compiler import GrammarCompiler
 from coordinator.handlers.generation import Generation
 from coordinator.handlers.resumable_sessions import CallLater, call_later
 from coordinator.persistence.journal.journal import Journal
-from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.config import EngineConfig
@@ -18,7 +17,7 @@ from longleaf.sampling import SamplingParams
 from longleaf.types import Delta, Event, Finished, Generate, Resume
 from tests.support.fakes.ranks import FakeRanks
 from tests.support.running import running
-from tests.support.service import write_model
+from tests.support.service import load_tokenizer, write_model
 
 VOCAB = 128
 """Single ASCII bytes: each token is one character."""
@@ -65,7 +64,7 @@ async def serving(
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
-    return Tokenizer.load(write_model(folder), DirectRenderer())
+    return load_tokenizer(write_model(folder))
 
 
 def asked(

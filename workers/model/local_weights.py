@@ -144,6 +144,10 @@ class LocalWeights:
         sizes = [ties[0][1].num_bytes for ties in self._tied.values()]
         return growth_bytes(sizes, len(self.share.parts), num_parts)
 
+    def must_read(self, parts: Sequence[int]) -> bool:
+        """Whether some of these parts are not in memory."""
+        return not {*parts} <= {*self.share.parts, *self._surplus.parts}
+
     @torch.no_grad()
     def hold(self, parts: Sequence[int]) -> int:
         """Uses these parts from now on, and reads those that are not in memory. Returns the bytes that were read.

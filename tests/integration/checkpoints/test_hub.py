@@ -120,6 +120,7 @@ def test_broken_transfer_resumes_within_a_call(hub: Hub, models: Command, tmp_pa
     assert storage_ranges(hub) == ["", f"bytes={10 << 20}-"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("has_folder", [False, True])
 def test_failed_download_creates_no_model_and_the_next_call_fetches_the_missing_files(
     hub: Hub, models: Command, tmp_path: Path, has_folder: bool
@@ -186,6 +187,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusal_is_one_sentence_with_the_remedy(hub: Hub, models: Command, name: str):
     hub.refusals["api"], code, message = REFUSALS[name]

@@ -137,6 +137,7 @@ async def check_left_nothing(service: Served, num_streams: int) -> None:
         await asyncio.gather(*(stream.closed.wait() for stream in service.engine.streams))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("careless", CARELESS)
 async def test_script_with_an_open_client_exits(endless: Served, careless: str, tmp_path: Path) -> None:
     script = await Script.start(PLAIN + dedent(CARELESS[careless]), endless.address, tmp_path / "fifo")

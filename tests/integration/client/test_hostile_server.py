@@ -170,6 +170,7 @@ def odd(descriptor: Descriptor, rng: random.Random) -> list[Message]:
     return rng.sample(made, min(len(made), 300))
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("ends", [False, True], ids=["silent", "ends"])
 async def test_silent_server_ends_at_the_timeout(served: Served, name: str, ends: bool) -> None:
@@ -232,6 +233,7 @@ def odd_details() -> list[bytes | None]:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", ["GetCluster", "CancelGeneration", "Generate", "IngestContext", "ExportContext", "ImportContext"]
 )

@@ -36,7 +36,7 @@ def planned(plan: CapacityPlan) -> tuple[list[int], int]:
     return [room.tokens for room in plan.rooms], plan.window_tokens
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("window_keys", ["sharded", "replicated"])
 @pytest.mark.parametrize(
     ("family", "settings"),

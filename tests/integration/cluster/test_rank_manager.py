@@ -235,6 +235,7 @@ async def test_answer_counts_only_for_its_own_epoch() -> None:
     await control.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("joined", "message"),
     [

@@ -69,6 +69,7 @@ async def test_generates(ray_cluster: int) -> None:
         await service.stop()
 
 
+@pytest.mark.extended
 async def test_memory_of_each_rank_is_read_on_its_node(ray_cluster: int) -> None:
     """The slots are free for the ranks afterwards."""
     service = Service(world_size=ray_cluster)
@@ -127,6 +128,7 @@ async def test_killed_rank_is_named_and_the_others_continue(ray_cluster: int) ->
         await service.stop()
 
 
+@pytest.mark.extended
 async def test_rank_that_raises_is_kept(ray_cluster: int) -> None:
     service = Service(world_size=2, fault=RankFault(rank=1, kind="raise", step=3))
     try:
@@ -166,6 +168,7 @@ async def test_more_ranks_than_slots(ray_cluster: int) -> None:
         await service.stop()
 
 
+@pytest.mark.extended
 async def test_warnings_of_ranks_are_in_the_log(ray_cluster: int, caplog: pytest.LogCaptureFixture) -> None:
     """Not only in the file of its Ray worker."""
     service = Service(world_size=2, fault=RankFault(rank=1, kind="raise", step=20))

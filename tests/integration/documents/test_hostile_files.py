@@ -477,7 +477,7 @@ def attempt(path: Path, name: str) -> ExtractedFile | str:
             return str(error)
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_file_gives_one_sentence_within_the_limits(case: str, tmp_path: Path) -> None:
     name, make, reason = HOSTILE[case]

@@ -100,6 +100,7 @@ NUM_PROMPTS = 12
 NUM_IDS = 500_000
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_queued", [True, False])
 async def test_queued_prompts_of_ids_use_little_memory(is_queued: bool) -> None:
     """After the service has reported their queue positions, for as many as the queue admits."""

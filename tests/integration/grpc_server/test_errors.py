@@ -11,8 +11,6 @@ from google.rpc import error_details_pb2, status_pb2
 from coordinator.auth.credentials import Credentials
 from coordinator.grpc_server.server import GrpcServer
 from coordinator.handlers.application import Application
-from coordinator.text.template import DirectRenderer
-from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.codec.status import DETAILS_KEY
 from longleaf.config import MAX_REQUEST_BYTES
@@ -35,7 +33,7 @@ from longleaf.errors import (
 )
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
-from tests.support.service import FakeEngine, Served, collect, serving, write_model
+from tests.support.service import FakeEngine, Served, collect, load_tokenizer, serving, write_model
 
 ERRORS = [
     (InvalidArgument("text", "too long"), grpc.StatusCode.INVALID_ARGUMENT, [error_details_pb2.BadRequest]),
@@ -127,9 +125,7 @@ async def test_server_stopped_during_a_call_is_unavailable(service: Served) -> N
 async def test_taken_port_is_named(service: Served, tmp_path: Path) -> None:
     port = int(service.address.rpartition(":")[2])
     engine = FakeEngine()
-    other = GrpcServer(
-        Application(engine, Tokenizer.load(write_model(tmp_path / "other"), DirectRenderer()), engine.describe)
-    )
+    other = GrpcServer(Application(engine, load_tokenizer(write_model(tmp_path / "other")), engine.describe))
     with pytest.raises(StartError, match=f"{port}: Address already in use"):
         await other.start("127.0.0.1", port)
     with pytest.raises(StartError, match=r"192\.0\.2\.1:0: Cannot assign"):

@@ -91,6 +91,7 @@ async def left_over(
         )
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", CASES)
 async def test_refused_request_is_freed(tmp_path: Path, case: str) -> None:
     async with fuzzed(tmp_path) as target:

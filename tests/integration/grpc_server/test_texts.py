@@ -14,11 +14,9 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from coordinator.grpc_server.server import GrpcServer
 from coordinator.handlers.application import Application
-from coordinator.text.template import DirectRenderer
-from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.errors import InvalidArgument
-from tests.support.service import FakeEngine, Served, collect, write_model
+from tests.support.service import FakeEngine, Served, collect, load_tokenizer, write_model
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -61,7 +59,7 @@ class Gated(Served):
 
 @pytest.fixture
 async def gated(tmp_path: Path) -> AsyncIterator[Gated]:
-    engine, tokenizer = FakeEngine(), Tokenizer.load(write_model(tmp_path), DirectRenderer())
+    engine, tokenizer = FakeEngine(), load_tokenizer(write_model(tmp_path))
     engine.max_positions = engine.total_tokens = 1 << 23
     gate: Any = Gate(tokenizer._plain)
     tokenizer._plain = tokenizer._control = gate

@@ -11,13 +11,11 @@ import pytest
 
 from coordinator.grpc_server.server import GrpcServer
 from coordinator.handlers.application import Application
-from coordinator.text.template import DirectRenderer
-from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient, Client
 from longleaf.errors import InvalidArgument, NotFound
 from longleaf.types import Conversation, Finished, Message
 from tests.support.chat_templates import CHATML, CONTROL, GEMMA, PASTLESS, chat_tokenizer
-from tests.support.service import END, FakeEngine, Served, collect, write_model
+from tests.support.service import END, FakeEngine, Served, collect, load_tokenizer, write_model
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,7 +29,7 @@ Ask = Callable[..., Awaitable[Any]]
 @asynccontextmanager
 async def chatting(folder: Path, template: str | None) -> AsyncIterator[Served]:
     engine = FakeEngine()
-    tokenizer = Tokenizer.load(write_model(folder, chat_tokenizer(), template), DirectRenderer())
+    tokenizer = load_tokenizer(write_model(folder, chat_tokenizer(), template))
     application = Application(engine, tokenizer, engine.describe)
     server = GrpcServer(application)
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"

@@ -20,8 +20,6 @@ from coordinator.handlers.uploads import Uploads
 from coordinator.persistence.catalog.catalog import NO_STARTS, Catalog
 from coordinator.persistence.catalog.records import Change, UploadKey, UploadRecord
 from coordinator.text.encoder import StablePrefix
-from coordinator.text.template import DirectRenderer
-from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.credentials import Quotas
 from longleaf.document_text import TextFile
@@ -29,7 +27,7 @@ from longleaf.errors import InvalidArgument, NotFound, ResourceExhausted, Storag
 from longleaf.types import ContextSettings, IngestHeader, IngestPiece, IngestProgress
 from tests.support.coming import comes
 from tests.support.fakes.catalog import FakeCatalog
-from tests.support.service import FakeEngine, write_model
+from tests.support.service import FakeEngine, load_tokenizer, write_model
 
 HEADER = IngestHeader("moby", upload_id="mine", settings=ContextSettings(display_name="Moby-Dick"))
 TEXT = ("Call me Ishmael. Some years ago, never mind how long precisely. \U0001f433 " * 6_000).encode()
@@ -44,7 +42,7 @@ class UploadService:
         self.threads = TokenizerPool()
         self.catalog = catalog
         self.durable = DurableUploads(catalog, records, lambda: date)
-        self._tokenizer = Tokenizer.load(write_model(folder / "model"), DirectRenderer())
+        self._tokenizer = load_tokenizer(write_model(folder / "model"))
         self.quotas = UNLIMITED
         self.ingest = self.ingest_with(self.durable)
 

@@ -12,8 +12,6 @@ from coordinator.auth.quotas import QuotaEnforcer
 from coordinator.engine.engine import Engine
 from coordinator.grpc_server.server import GrpcServer
 from coordinator.handlers.application import Application
-from coordinator.text.template import DirectRenderer
-from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument
@@ -24,7 +22,7 @@ from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.support.fakes.ranks import FakeRanks
 from tests.support.running import running
-from tests.support.service import write_model
+from tests.support.service import load_tokenizer, write_model
 
 TRAINED = 200
 LONGROPE = Rotary(kind="longrope", trained=TRAINED, scaled_from=64, float32_error=6e-8, float64_error=9e-16)
@@ -51,7 +49,7 @@ async def serving(folder: Path, *, allow_long: bool = False) -> AsyncIterator[Ru
     engine = Engine(ranks, config, max_positions=3000)
     async with running(engine):
         model = engine.positions.describe_model(ModelInfo(name="fake"))
-        tokenizer = Tokenizer.load(write_model(folder / "model"), DirectRenderer())
+        tokenizer = load_tokenizer(write_model(folder / "model"))
         application = Application(engine, tokenizer, lambda: engine.cluster(model, "local"))
         server = GrpcServer(application)
         address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"

@@ -25,7 +25,7 @@ from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.support.fakes.echo_model import echo_token
 from tests.support.gated import VOCAB, GatedRanks, comes_to, serving
 from tests.support.network.proxy import Proxy, breaking
-from tests.support.service import FakeEngine, Served, encoded, write_model
+from tests.support.service import FakeEngine, Served, encoded, load_tokenizer, write_model
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -346,7 +346,7 @@ async def test_generation_ids_are_checked_before_they_are_sent(resumable: Resuma
 async def test_retained_generation_is_found_through_every_channel(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.is_endless = True
-    application = Application(engine, Tokenizer.load(write_model(tmp_path), DirectRenderer()), engine.describe)
+    application = Application(engine, load_tokenizer(write_model(tmp_path)), engine.describe)
     servers = [GrpcServer(application), GrpcServer(application)]
     here, there = [f"127.0.0.1:{await server.start('127.0.0.1', 0)}" for server in servers]
     async with (

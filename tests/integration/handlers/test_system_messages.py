@@ -10,13 +10,11 @@ from coordinator.handlers.durable_uploads import DurableUploads
 from coordinator.handlers.ingest import Ingest
 from coordinator.handlers.uploads import Uploads
 from coordinator.persistence.catalog.catalog import Catalog
-from coordinator.text.template import DirectRenderer
-from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import InvalidArgument
 from longleaf.types import IngestHeader, IngestPiece
 from tests.support.chat_templates import CHATML, FOLDING, GEMMA, MISTRAL, chat_tokenizer
-from tests.support.service import END, FakeEngine, write_model
+from tests.support.service import END, FakeEngine, load_tokenizer, write_model
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,7 +30,7 @@ class UploadService:
     def __init__(self, folder: Path, template: str | None, catalog: Catalog, durable: DurableUploads) -> None:
         self.engine = FakeEngine()
         self.engine.max_positions = self.engine.total_tokens = 1 << 23
-        self.tokenizer = Tokenizer.load(write_model(folder / "model", chat_tokenizer(), template), DirectRenderer())
+        self.tokenizer = load_tokenizer(write_model(folder / "model", chat_tokenizer(), template))
         self.threads = TokenizerPool()
         self.catalog, self.durable = catalog, durable
         self.ingest = Ingest(self.engine, self.tokenizer, self.threads, Uploads(durable=durable))

@@ -10,8 +10,6 @@ import pytest
 from coordinator.engine.engine import Engine
 from coordinator.grpc_server.server import GrpcServer
 from coordinator.handlers.application import Application
-from coordinator.text.template import DirectRenderer
-from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.types import Usage
@@ -19,7 +17,7 @@ from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
 from tests.support.fakes.ranks import FakeRanks
 from tests.support.running import running
-from tests.support.service import FakeEngine, collect, write_model
+from tests.support.service import FakeEngine, collect, load_tokenizer, write_model
 
 CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)
 
@@ -33,9 +31,7 @@ async def engine() -> AsyncIterator[Engine]:
 
 @pytest.fixture
 async def address(tmp_path: Path, engine: Engine) -> AsyncIterator[str]:
-    application = Application(
-        engine, Tokenizer.load(write_model(tmp_path / "model"), DirectRenderer()), FakeEngine().describe
-    )
+    application = Application(engine, load_tokenizer(write_model(tmp_path / "model")), FakeEngine().describe)
     server = GrpcServer(application)
     port = await server.start("127.0.0.1", 0)
     yield f"127.0.0.1:{port}"

@@ -50,6 +50,7 @@ def cut(data: bytes, size: int) -> Iterator[bytes]:
     return (data[start : start + size] for start in range(0, len(data), size))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [1, 7, 4096, 1 << 21], ids=str)
 async def test_pieces_may_have_any_size(roomy: Served, size: int) -> None:
     text = long_text(2000 if size < 100 else 200_000)
@@ -77,6 +78,7 @@ async def test_token_ids_may_arrive_in_pieces_of_any_size(roomy: Served) -> None
     assert roomy.engine.contexts["moby"] == list(token_ids)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "shape",
     [lambda text: text, lambda text: cut(text.encode(), 5000), lambda text: ids(text)],

@@ -56,6 +56,7 @@ def merge_everything(rank, owner):
     return bits, groups.world.transport, groups.node.transport
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("machines", ["a", "aa", "aaa", "aaaa", "aabb", "aaab"])
 def test_merges_over_processes(machines):
     results = run_ranks(machines, merge_everything)
@@ -97,6 +98,7 @@ def exchange_at_random(rank, owner):
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("machines", ["aa", "aaa"])
 def test_thousands_of_exchanges_stay_in_order(machines):
     run_ranks(machines, exchange_at_random, use_small_boards)
@@ -131,7 +133,9 @@ def die_at_an_exchange(rank, owner):
     comm.all_gather(torch.ones(3))
 
 
-@pytest.mark.parametrize(("machines", "method"), [("aaa", "spawn"), ("abb", "forkserver")])
+@pytest.mark.parametrize(
+    ("machines", "method"), [pytest.param("aaa", "spawn", marks=pytest.mark.extended), ("abb", "forkserver")]
+)
 def test_dead_rank_is_named_before_it_is_reaped(machines, method):
     processes = start_ranks(machines, die_at_an_exchange, method=method)
     for rank in range(2) if machines == "aaa" else [1]:

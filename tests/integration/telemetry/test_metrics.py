@@ -18,8 +18,6 @@ from coordinator.handlers.application import Application
 from coordinator.service import Service
 from coordinator.telemetry.observers import Observers
 from coordinator.telemetry.request_metrics import RequestMetrics
-from coordinator.text.template import DirectRenderer
-from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
 from longleaf.sampling import SamplingParams
@@ -28,7 +26,7 @@ from longleaf.types import Generate
 from tests.support.fakes.ranks import FakeFleet
 from tests.support.measured import CONTEXT, REQUEST_ID, TEXT, measured
 from tests.support.scraping import Scraped, scrape
-from tests.support.service import FakeEngine, collect, ids, write_model
+from tests.support.service import FakeEngine, collect, ids, load_tokenizer, write_model
 from tests.support.tenants import ACME, BOLT, credential_of, write_credentials
 
 pytestmark = pytest.mark.timeout(60)
@@ -170,7 +168,7 @@ def test_service_without_metrics_does_not_import_prometheus() -> None:
 async def test_answer_ended_by_a_stop_string_counts_as_completed(tmp_path: Path) -> None:
     engine, registry = FakeEngine(), CollectorRegistry()
     engine.answer, engine.is_endless = tuple(ids(each) for each in ("one", " two", " END", " three")), True
-    tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
+    tokenizer = load_tokenizer(write_model(tmp_path))
     observers = Observers([RequestMetrics(registry, "echo")])
     application = Application(engine, tokenizer, engine.describe, observers=observers)
     request = Generate(input="count", sampling=SamplingParams(max_tokens=100, stop=("END",)), tenant=ACME)

@@ -101,6 +101,7 @@ def sampler(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world_size", [1, 2])
 async def test_greedy_answers_equal_those_of_masked_logits(golden, world_size, sampler):
     config, grammar = config_for(golden.folder, world_size=world_size, chunk_size=300), grammar_of(regex(PATTERN))

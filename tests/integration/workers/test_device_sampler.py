@@ -57,6 +57,7 @@ def spoil(rank):
     rank.sampler.start = spoilt
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world_size", [1, 3])
 async def test_device_sampler_answers_equal_those_of_the_cpu_sampler(world_size, tmp_path, monkeypatch):
     golden, made = make_golden(tmp_path, "llama"), set()

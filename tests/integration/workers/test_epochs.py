@@ -112,6 +112,7 @@ def test_survivors_of_a_killed_rank_continue_with_their_segments(members, expect
     assert recompute_and_answer(members, merges) == expected
 
 
+@pytest.mark.sampled(1)
 def test_abort_frees_members_that_wait_for_a_stopped_rank(members, expected):
     merges = read_and_break(members, FREEZE)
     for member in (0, 1):  # a member with an earlier abort is in no exchange with the stopped rank
@@ -127,6 +128,7 @@ def test_abort_frees_members_that_wait_for_a_stopped_rank(members, expected):
     assert recompute_and_answer(members, merges) == expected
 
 
+@pytest.mark.sampled(1)
 def test_all_members_continue_after_one_has_raised(members, expected):
     """The member that raised reports the reason; all members keep their segments and join with new rank numbers."""
     merges = read_and_break(members, RAISE)
@@ -140,6 +142,7 @@ def test_all_members_continue_after_one_has_raised(members, expected):
         assert members.is_alive(member)
 
 
+@pytest.mark.sampled(1)
 def test_abort_frees_members_that_wait_for_a_rank_that_does_not_join(members, expected):
     """Nothing remains of the attempt that would block the next one."""
     merges = read_and_break(members, KILL)

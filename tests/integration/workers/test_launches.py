@@ -96,7 +96,7 @@ def check_waits(log: Log) -> None:
     assert len(log.of("to host")) <= 1
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("past", "prompts"), [(1000, ((5, "book"),) * 2), (5000, SHARED * 3)])
 @pytest.mark.parametrize(("samplings", "parameters"), [(MIXED, PARAMETERS), (GREEDY, {})])
 @pytest.mark.parametrize("world_size", [1, 4])
@@ -165,6 +165,7 @@ def test_dense_launch_count_grows_with_the_keys(folder_of):
     assert len({len(log.outside("launch")) for log in logs}) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("merge", "num_moves"), [("gather", 1), ("exchange", 2), ("butterfly", 2)])
 def test_merge_exchanges_once_for_each_of_its_rounds(merge, num_moves, folder_of):
     log = decoded(MIXES[f"4 ranks, {merge}"], folder_of, Lone)

@@ -107,6 +107,7 @@ def test_device_is_selected_before_it_is_queried(llama):
     assert ("mem_get_info", DEVICE) in calls
 
 
+@pytest.mark.sampled(2)
 def test_weights_are_moved_one_by_one_and_once(folder):
     """Only a few buffers remain to be moved with the model."""
     log = PretendedRank(folder, dtype="bfloat16").loading
@@ -124,7 +125,7 @@ def test_tied_weights_stay_tied_on_the_device(tmp_path):
     assert module.get_input_embeddings().weight is module.get_output_embeddings().weight
 
 
-@pytest.mark.sampled(28)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_moved_weights_equal_the_checkpoint(family, tmp_path):
     """The weights are moved to the CPU under another device name, so that they have values: none is initialised again,

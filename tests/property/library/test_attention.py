@@ -190,6 +190,7 @@ def test_kernels_agree_with_float64_however_the_keys_are_cut(
     assert_same(found, reference.attend(q, k.transpose(0, 1), v.transpose(0, 1), mask, 0.3, softcap=softcap))
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("tile_keys", [1, 7, 64])
 @pytest.mark.parametrize("tile_scores", [1, 200, 5000])
 @pytest.mark.parametrize("window", [None, 1, 9, 50])

@@ -21,6 +21,7 @@ def native_kernel():
     return NativeDecode.load()
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("dim", [8, 32, 64, 80, 96, 128])
 @pytest.mark.parametrize("num_keys", [1, 31, 32, 33, 1000])
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 9, 32])

@@ -163,6 +163,7 @@ def test_partials_of_16_bits_cannot_be_made(dtype):
         Partial(out, lse.to(dtype))
 
 
+@pytest.mark.sampled(4)
 @HALVES
 @pytest.mark.parametrize("merge", sorted(MERGES))
 @settings(max_examples=15, deadline=None)

@@ -55,6 +55,7 @@ def check_merge(name: str, machines: str) -> FakeDistributed:
     return fleet.calls
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", MERGES)
 def test_every_merge_on_one_machine(name, size):
@@ -62,7 +63,7 @@ def test_every_merge_on_one_machine(name, size):
     assert [group.members for group in calls.groups] == [tuple(range(size))] * 2, "a world for each epoch"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MERGES)
 @settings(max_examples=15, deadline=None)
 @given(machines=layouts())
@@ -150,6 +151,7 @@ def nothing(groups):
 FAULTS = (another_operation, another_size, another_type, the_node_first, nothing)
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", MERGES)
 @pytest.mark.parametrize("num_epochs", [1, 2])
@@ -158,6 +160,7 @@ def test_a_rank_that_does_something_else_is_found(fault, name, num_epochs):
         faulty(fault, name=name, num_epochs=num_epochs)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", MERGES)
 @pytest.mark.parametrize("number", range(4))
 def test_a_rank_that_leaves_out_one_call_is_found(name, number):

@@ -43,6 +43,7 @@ def merged(name, topology, parts, dtype=torch.float32):
     )
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", MERGES)
 @pytest.mark.parametrize("machines", CLUSTERS)
 @pytest.mark.parametrize("empty", [(), (0,), "all"])
@@ -84,6 +85,7 @@ def test_heads_need_not_divide_by_ranks(name, heads):
         assert_close(found, expected(parts))
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("machines", CLUSTERS)
 @pytest.mark.parametrize("name", SAME_BITS)
@@ -238,7 +240,10 @@ def merged_bits(rank, owner):
     return bits
 
 
-@pytest.mark.parametrize("machines", [pytest.param("aa", marks=pytest.mark.slow), "aaa", "aabb", "aaab"])
+@pytest.mark.parametrize(
+    "machines",
+    [pytest.param("aa", marks=pytest.mark.slow), "aaa", pytest.param("aabb", marks=pytest.mark.extended), "aaab"],
+)
 def test_merges_over_gloo_processes(machines):
     results = run_ranks(machines, merge_over_gloo, carrier=TransportChoice("gloo"))
     assert [first for first, _ in results] == [40] * len(machines)

@@ -349,7 +349,12 @@ def test_segment_that_is_requested_again_while_a_step_restores_it_is_restored_af
 
 
 class TestRestoreMachine(RestoreMachine.TestCase):
-    settings = runs(200)
+    settings = runs(80)
+
+
+@pytest.mark.extended
+class TestRestoreMachineExtended(RestoreMachine.TestCase):
+    settings = runs(400)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from tests.support.scheduler_machine import SchedulerMachine, runs
 
 
 class TestSchedulerMachine(SchedulerMachine.TestCase):
-    settings = runs(100)
+    settings = runs(40)
 
 
 @pytest.mark.extended

@@ -154,11 +154,28 @@ class FsspecMachine(StoreMachine):
         assert not [name for name in MemoryFileSystem.store if name.startswith(self.root.removeprefix("memory:/"))]
 
 
-FEW = settings(max_examples=25, stateful_step_count=30)
-TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = FEW
-TestFolderMachine = FolderMachine.TestCase
-TestFolderMachine.settings = FEW
+FEW = settings(max_examples=12, stateful_step_count=30)
+MANY = settings(max_examples=100, stateful_step_count=30)
+
+
+class TestStoreMachine(StoreMachine.TestCase):
+    settings = FEW
+
+
+class TestFolderMachine(FolderMachine.TestCase):
+    settings = FEW
+
+
+@pytest.mark.extended
+class TestStoreMachineExtended(StoreMachine.TestCase):
+    settings = MANY
+
+
+@pytest.mark.extended
+class TestFolderMachineExtended(FolderMachine.TestCase):
+    settings = MANY
+
+
 TestFsspecMachine = FsspecMachine.TestCase
-TestFsspecMachine.settings = FEW
+TestFsspecMachine.settings = MANY
 TestFsspecMachine = pytest.mark.extended(TestFsspecMachine)

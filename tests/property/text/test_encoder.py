@@ -144,7 +144,7 @@ def encode(encoder: Encoder, text: str, cuts: list[int]) -> None:
     encoder.finish()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MAKERS)
 @given(text=texts(), cuts=st.lists(st.integers(0, 1 << 20), max_size=4))
 @settings(max_examples=60, deadline=None)
@@ -158,7 +158,7 @@ def test_pieces_give_the_ids_of_the_whole(name: str, text: str, cuts: list[int])
     assert encoder.spans == whole.offsets
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MAKERS)
 @given(text=texts(), cut=st.integers(0, 1 << 20), cuts=st.lists(st.integers(0, 1 << 20), max_size=3))
 @settings(max_examples=40, deadline=None)
@@ -175,6 +175,7 @@ def test_another_encoder_resumes_from_the_stable_tokens(name: str, text: str, cu
 LOCAL = [name for name in MAKERS if name not in ("unigram", "wordpiece")]
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", LOCAL)
 @pytest.mark.parametrize("kind", ["a", " ", "\n", "ab", "世界", "one two "])
 def test_an_endless_run_stays_in_one_window(name: str, kind: str) -> None:

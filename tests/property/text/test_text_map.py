@@ -117,7 +117,7 @@ def test_files_of_bytes_are_those_of_the_first_and_the_last(
     assert found.file_names(start, end) == (own[0], own[-1] if own[-1] != own[0] else "")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MAKERS)
 @given(text=texts(), cuts=CUTS, lead=st.sampled_from([0, 3, 64]), places=st.tuples(PLACE, PLACE))
 @settings(max_examples=30, deadline=None)

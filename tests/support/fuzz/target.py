@@ -21,8 +21,6 @@ from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from coordinator.grpc_server.server import GrpcServer
 from coordinator.handlers.application import Application
 from coordinator.service import Service
-from coordinator.text.template import DirectRenderer
-from coordinator.text.tokenizer import Tokenizer
 from longleaf.codec.status import DETAILS_KEY
 from longleaf.config import EngineConfig
 from longleaf.sampling import SamplingParams
@@ -33,7 +31,7 @@ from tests.support.fakes.echo_model import echo_token
 from tests.support.fakes.ranks import FakeRanks
 from tests.support.fuzz.messages import PINNED
 from tests.support.running import running
-from tests.support.service import byte_tokenizer, write_model
+from tests.support.service import byte_tokenizer, load_tokenizer, write_model
 from tests.support.transfer_engines import transfer_engine_of
 from workers.__main__ import main as worker_main
 
@@ -226,7 +224,7 @@ class UndrainableService(Service):
 @asynccontextmanager
 async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     """The real engine and servicers on fake ranks."""
-    tokenizer = Tokenizer.load(write_model(folder), DirectRenderer())
+    tokenizer = load_tokenizer(write_model(folder))
     vocabulary = byte_tokenizer().get_vocab_size()
     config = small_config(str(folder))
     engine = Engine(FakeRanks(2, num_blocks=48, vocab=vocabulary), config, max_positions=300)

@@ -38,6 +38,7 @@ def config(folder: Path, **settings: Any) -> EngineConfig:
     return EngineConfig(model=str(folder), **settings)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_check_on_the_meta_device_matches_the_check_with_weights(tmp_path: Path, family: Any) -> None:
     folder = make_checkpoint(tmp_path, family)
@@ -151,6 +152,7 @@ def test_8_bit_keys_include_their_scales(tmp_path: Path) -> None:
     assert found.dtypes == "float32, keys in int8"
 
 
+@pytest.mark.extended
 def test_latents_are_counted_without_weights(tmp_path: Path) -> None:
     """GLM-4.7-Flash: 47 layers of a latent of 512 and a rotary key of 64 in bfloat16. Its 20 heads of 256 would take
     962,560 bytes."""
@@ -160,6 +162,7 @@ def test_latents_are_counted_without_weights(tmp_path: Path) -> None:
     assert found.weight_bytes == 59_886_781_952
 
 
+@pytest.mark.extended
 def test_keys_and_values_of_different_dims_are_counted_separately(tmp_path: Path) -> None:
     """MiMo V2 Flash: 39 layers of 8 key heads and 9 of 4, of 192 dims and values of 128, in bfloat16."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mimo_v2_flash", "dtype": "bfloat16"}))

@@ -19,8 +19,6 @@ from coordinator.grpc_server.servicers import _pieces
 from coordinator.handlers.document_tokenizer import DocumentTokenizer
 from coordinator.handlers.ingest import Ingest
 from coordinator.handlers.uploads import Uploads
-from coordinator.text.template import DirectRenderer
-from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.credentials import Quotas
 from longleaf.errors import (
@@ -34,7 +32,7 @@ from longleaf.errors import (
 )
 from longleaf.types import ContextSettings, IngestHeader, IngestPiece, IngestProgress, Progress, Recovering
 from longleaf.v1 import context_service_pb2 as ingest_pb
-from tests.support.service import FakeEngine, write_model
+from tests.support.service import FakeEngine, load_tokenizer, write_model
 
 pytestmark = pytest.mark.timeout(60)
 SILENCE = 0.05
@@ -48,7 +46,7 @@ class IngestBench:
         self.engine.max_positions = 1 << 20
         self.uploads = Uploads(**limits)
         self.date = 1000.0
-        tokenizer = Tokenizer.load(write_model(folder), DirectRenderer())
+        tokenizer = load_tokenizer(write_model(folder))
         self.ingest = Ingest(
             self.engine, tokenizer, self.threads, self.uploads, lambda: self.date, idle_seconds, quotas
         )

@@ -13,14 +13,12 @@ from coordinator.auth.tenant_usage import TenantUsage
 from coordinator.handlers.application import Application
 from coordinator.handlers.prompt_encoder import Prompts
 from coordinator.handlers.transfer.imports import ImportSessions
-from coordinator.text.template import DirectRenderer
-from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas
 from longleaf.errors import ResourceExhausted
 from longleaf.sampling import SamplingParams
 from longleaf.types import Generate, ImportHeader, ImportProgress, IngestHeader, IngestPiece
 from tests.support.archives import packable
-from tests.support.service import FakeEngine, write_model
+from tests.support.service import FakeEngine, load_tokenizer, write_model
 from tests.support.transfer_engines import empty_transfer_engine, sending
 
 pytestmark = pytest.mark.timeout(60)
@@ -86,7 +84,7 @@ async def test_refused_upload_evicts_no_other() -> None:
 @pytest.fixture
 async def application(tmp_path: Path) -> AsyncIterator[tuple[FakeEngine, Application]]:
     engine, transfer = FakeEngine(), empty_transfer_engine()
-    tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
+    tokenizer = load_tokenizer(write_model(tmp_path))
     application = Application(engine, tokenizer, engine.describe, transfers=transfer)
     yield engine, application
     await application.close()

@@ -15,13 +15,11 @@ from msgspec.structs import replace
 from coordinator.handlers import resumable_generations as replays
 from coordinator.handlers.generation import Generation
 from coordinator.handlers.resumable_generations import ResumableGeneration, ResumableGenerations
-from coordinator.text.template import DirectRenderer
-from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import Cancelled, InvalidArgument, NotFound, RankLost, ResourceExhausted, Unavailable
 from longleaf.sampling import Logprobs, SamplingParams, TokenLogprob
 from longleaf.types import Delta, Event, Finished, Generate, Progress, Recovering, Started
-from tests.support.service import FakeEngine, write_model
+from tests.support.service import FakeEngine, load_tokenizer, write_model
 from tests.support.timers import Timers
 
 pytestmark = pytest.mark.timeout(60)
@@ -311,7 +309,7 @@ async def test_name_is_free_after_expiry(tmp_path: Path) -> None:
     """The resources of the previous generation are still being released, and it waits for its next token."""
     engine, timers, threads = FakeEngine(), Timers(), TokenizerPool()
     engine.is_endless = True
-    tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
+    tokenizer = load_tokenizer(write_model(tmp_path))
     generation = Generation(engine, tokenizer, threads, later=timers)
     request = Generate(
         input="x", sampling=SamplingParams(), resume_seconds=30.0, request_id="id", use_chat_template=False

@@ -16,14 +16,13 @@ from coordinator.handlers.durable_uploads import DurableUploads
 from coordinator.handlers.ingest import Ingest
 from coordinator.handlers.transfer.imports import ImportSessions
 from coordinator.handlers.uploads import Uploads
-from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import Cancelled, NotFound, Unavailable
 from longleaf.types import ArchiveChunk, ImportHeader, ImportProgress, IngestHeader, IngestPiece, IngestProgress
 from tests.support.archives import packable
 from tests.support.fakes.catalog import FakeCatalog
 from tests.support.fakes.transfer_engine import FakeTransferEngine
-from tests.support.service import FakeEngine, FakeStream, write_model
+from tests.support.service import FakeEngine, FakeStream, load_tokenizer, write_model
 from tests.support.transfer_engines import empty_transfer_engine
 
 pytestmark = pytest.mark.timeout(120)
@@ -138,7 +137,7 @@ def tokenizer(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
     monkeypatch.setattr(document_tokenizer, "STEP_CHARACTERS", 8)
     for name, value in (("STEP_BYTES", 8), ("STEP_TOKENS", 8), ("REPORT_BYTES", 1), ("REPORT_TOKENS", 1)):
         monkeypatch.setattr(ingest, name, value)
-    return Tokenizer.load(write_model(tmp_path / "model"), DirectRenderer())
+    return load_tokenizer(write_model(tmp_path / "model"))
 
 
 async def turns(count: int) -> None:

@@ -11,12 +11,10 @@ from coordinator.handlers.document_tokenizer import DocumentTokenizer
 from coordinator.handlers.resumable_sessions import Lease
 from coordinator.handlers.size_limits import SizeLimit
 from coordinator.handlers.uploads import PrefillTask, Upload, Uploads
-from coordinator.text.template import DirectRenderer
-from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.types import IngestHeader, IngestProgress
-from tests.support.service import FakeEngine, FakeStream, write_model
+from tests.support.service import FakeEngine, FakeStream, load_tokenizer, write_model
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -59,7 +57,7 @@ async def threads() -> AsyncIterator[TokenizerPool]:
 
 @pytest.fixture
 def make(tmp_path: Path, threads: TokenizerPool) -> Callable[..., Upload]:
-    tokenizer = Tokenizer.load(write_model(tmp_path / "model"), DirectRenderer())
+    tokenizer = load_tokenizer(write_model(tmp_path / "model"))
     limit = SizeLimit(FakeEngine(), None)
 
     def upload(upload_id: str, num_tokens: int = 0, client: str = "", tenant: str = "default") -> Upload:

@@ -103,7 +103,7 @@ def test_least_recently_used_contexts_are_evicted_first() -> None:
     pool.contexts.mark_used(pool.contexts.get("a"))
     pool.contexts.change("b", ContextSettings(is_pinned=True), 1.0)
     pool.in_use = {"c"}
-    assert pool.evictor.num_spare == BlockCount(4)
+    assert pool.segments.num_freed(pool.evictor.spare_references()) == BlockCount(4)
     assert not pool.segments.make_room(BlockCount(9))
     assert [pool.evicted(name) for name in "abcd"] == [[], [], [], []], "nothing is evicted if it does not free enough"
     assert not pool.segments.make_room(BlockCount(5), may_evict=False)

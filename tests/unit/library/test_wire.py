@@ -80,6 +80,7 @@ BREAKS: dict[str, tuple[list[tuple[str, str, str]], list[str]]] = {
 """Changes of files, and words of the expected findings."""
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("changes", "words"), BREAKS.values(), ids=BREAKS)
 def test_break_is_refused_with_its_location(
     protos: Path, changes: list[tuple[str, str, str]], words: list[str]

@@ -86,7 +86,9 @@ def test_literals_are_found_in_a_template() -> None:
     assert DirectRenderer().literals("{% if %}") == []
 
 
-@pytest.mark.parametrize("source", [ENDLESS, "{{ 9 ** (9 ** 9) }}"], ids=["loops", "power"])
+@pytest.mark.parametrize(
+    "source", [ENDLESS, pytest.param("{{ 9 ** (9 ** 9) }}", marks=pytest.mark.extended)], ids=["loops", "power"]
+)
 def test_endless_template_is_refused_and_the_next_is_rendered(source: str, renderer: Renderer) -> None:
     for _ in range(2):
         found = renderer.render(source, {}, [QUESTION, TURNS])

@@ -114,6 +114,7 @@ def thinned(rows):
     return [row if row[0] in QUICK else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.usefixtures("simulated_capture")
 @pytest.mark.parametrize(("family", "dtype"), thinned((family, dtype) for family in FAMILIES for dtype in DTYPES))
 def test_forward_pass_can_be_captured(folder_of, family, dtype):

@@ -65,6 +65,7 @@ def deal(seed, num_ranks):
     return SegmentLayout(4, 0, tuple(runs)), tuple(transfers)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", POOLS)
 def test_moved_blocks_are_bit_identical_and_others_are_unchanged(name, num_ranks, monkeypatch):

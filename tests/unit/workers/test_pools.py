@@ -81,6 +81,7 @@ def test_8_bit_window_blocks_have_scales(pool_of):
     assert windows.bytes_per_token == -(-per_block // BLOCK)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("block_size", "replicate_below"),
     [

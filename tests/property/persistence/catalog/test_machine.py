@@ -191,4 +191,9 @@ class CatalogMachine(RuleBasedStateMachine):
 
 
 TestCatalogMachine = CatalogMachine.TestCase
-TestCatalogMachine.settings = settings(max_examples=25, stateful_step_count=20)
+TestCatalogMachine.settings = settings(max_examples=12, stateful_step_count=20)
+
+
+@pytest.mark.extended
+class TestCatalogMachineExtended(CatalogMachine.TestCase):
+    settings = settings(max_examples=100, stateful_step_count=20)
