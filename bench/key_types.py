@@ -1,11 +1,13 @@
 """One decode step's attention on one thread over keys of each type that ranks keep them in, and how exact it stays.
 
 All types take turns over the same random keys; the ratio is that of the medians, above 1 where a type is faster than
-float32. `differing` is the share of the elements that differ between 8 ranks and 1 after the answer was rounded to the
-type of the keys. Usage:
+float32. `error` is the norm of the difference from float32, relative to that of the answer. Rows of fp8 (E4M3), which
+no rank uses, have the error only: with a scale for each token and head, and without scales. The answer is rounded to
+the type of the keys; `differing` is the share of its elements that differ between 8 ranks and 1. Usage:
 
     python -m bench.key_types --json
     python -m bench.key_types --keys 65536 --heads 8 32 --repeats 20
+    python -m bench.key_types --outliers 30  # one channel of 32 is larger, as in real keys
 """
 
 import argparse
@@ -29,6 +31,9 @@ from longleaf.kernels.backend import Backend, Int8Layer
 from longleaf.merge import PartialCodec
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8 = {"fp8 by token": True, "fp8": False}
+"""Whether each token and head has a scale."""
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 TARGETS = {"bfloat16": 1.5, "float16": 1.5}
 NUM_RANKS = 8
 BLOCK = 64
@@ -46,6 +51,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs="+", default=(8, 16, 32), help="query heads of the one row")
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--outliers", type=float, default=1.0, help="size of one channel of 32, relative to the others")
     parser.add_argument("--repeats", type=int, default=50, help="timed turns of each type")
     options = parser.parse_args()
     if min(options.keys, options.kv_heads, options.head_dim, options.repeats) < 1 or options.keys % (NUM_RANKS * BLOCK):
@@ -61,6 +67,7 @@ def measure(heads: int, options: argparse.Namespace) -> Iterator[Row]:
     """A row per type of keys."""
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, options.kv_heads, options.keys, options.head_dim, generator=generator)
+    k[..., ::32] *= options.outliers
     q = torch.randn(1, heads, options.head_dim, generator=generator)
     backend = registry.choose("auto", "cpu", torch.float32)
     steps = {name: partial(over, backend, q.to(dtype), k.to(dtype), v.to(dtype)) for name, dtype in FLOATS.items()}
@@ -73,14 +80,25 @@ def measure(heads: int, options: argparse.Namespace) -> Iterator[Row]:
             step(whole)
             times[name].append(time.perf_counter() - begin)
     float32 = median(times["float32"][WARM_UP:])
+    exact = steps["float32"](whole).out_THD
+    shape: Row = {
+        "bench": "key_types",
+        "keys": options.keys,
+        "heads": heads,
+        "kv_heads": options.kv_heads,
+        "head_dim": options.head_dim,
+        "outliers": options.outliers,
+    }
+    for name, is_scaled in FP8.items():
+        rounded = over(
+            backend, q, rounded_to_fp8(k, is_scaled=is_scaled), rounded_to_fp8(v, is_scaled=is_scaled), whole
+        )
+        yield {**shape, "type": name, "error": relative_error(rounded.out_THD, exact)}
     for name, taken in times.items():
         yield {
-            "bench": "key_types",
+            **shape,
             "type": name,
-            "keys": options.keys,
-            "heads": heads,
-            "kv_heads": options.kv_heads,
-            "head_dim": options.head_dim,
+            "error": relative_error(steps[name](whole).out_THD, exact),
             "threads": 1,
             **latency(taken[WARM_UP:]),
             "ratio": round(float32 / median(taken[WARM_UP:]), 3),
@@ -107,6 +125,16 @@ def quantized(k_KSD: Tensor, v_KSD: Tensor) -> Int8Layer:
     return retained
 
 
+def rounded_to_fp8(numbers_KSD: Tensor, *, is_scaled: bool) -> Tensor:
+    """Numbers rounded to E4M3, in float32. Those beyond its range become its largest."""
+    scale = numbers_KSD.abs().amax(dim=-1, keepdim=True) / FP8_MAX if is_scaled else torch.ones(())
+    return (numbers_KSD / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float() * scale
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    return round(float((found - exact).norm() / exact.norm()), 5)
+
+
 def differing(backend: Backend, step: "partial[Partial]", num_keys: int, dtype: torch.dtype) -> float:
     """Share of the elements of the answer that differ between keys on one rank and keys on several."""
     wire, share = PartialCodec(backend), num_keys // NUM_RANKS
@@ -118,9 +146,14 @@ def differing(backend: Backend, step: "partial[Partial]", num_keys: int, dtype: 
 
 def line(row: Row) -> str:
     """A row for people."""
+    subject = (
+        f"{row['keys']:>9,} keys  {row['heads']:>3}/{row['kv_heads']} heads of {row['head_dim']}  {row['type']:12}"
+    )
+    error = f"  error {row['error']:>7.2%}"
+    if "ratio" not in row:
+        return subject + error
     return (
-        f"{row['keys']:>9,} keys  {row['heads']:>3}/{row['kv_heads']} heads of {row['head_dim']}  {row['type']:9}"
-        f" {row['latency_us_median'] / 1e3:>8.2f} ms  {row['ratio']:>6.2f} x float32"
+        f"{subject}{error} {row['latency_us_median'] / 1e3:>8.2f} ms  {row['ratio']:>6.2f} x float32"
         f"  {row['differing']:>8.2%} differ on {NUM_RANKS} ranks"
     )
 

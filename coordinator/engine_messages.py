@@ -127,8 +127,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     max_draft_tokens: int = 0
     """Maximum number of draft tokens per answer and step."""
     grammar: str = ""
-    """The grammar that constrains the answers; empty: none. It requires end tokens, which must not be ignored. Answers
-    with a grammar have no drafts."""
+    """The grammar that constrains the answers; empty: none. It requires end tokens, which must not be ignored."""
     scheduling: SchedulingParams = DEFAULT_SCHEDULING
     is_compared: bool = False
     """Whether to compare the logits with those of plain attention. The prompt neither uses nor creates shared keys."""

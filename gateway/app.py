@@ -12,6 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gateway import cluster, static
+from gateway.anthropic.endpoints import create_message
 from gateway.bodies import BodyReader
 from gateway.contexts import resources, text, upload
 from gateway.contexts.upload_slots import UploadSlots
@@ -20,6 +21,8 @@ from gateway.errors import HttpProblem, problem_of
 from gateway.guards import OriginGuardMiddleware
 from gateway.models import ModelNameCache
 from gateway.openai import chat, completions, models
+from gateway.openai.responses import endpoints as responses
+from gateway.openai.responses.store import ResponseStore
 from longleaf.client.proxy_client import ProxyClient
 from longleaf.errors import LongleafError
 from longleaf.service_settings import GatewayConfig
@@ -33,6 +36,10 @@ ROUTES = (
     ("/v1/models/{id:path}", "GET", models.get_model),
     ("/v1/chat/completions", "POST", chat.chat),
     ("/v1/completions", "POST", completions.completions),
+    ("/v1/responses", "POST", responses.create_response),
+    ("/v1/responses/{id}", "GET", responses.get_response),
+    ("/v1/responses/{id}", "DELETE", responses.delete_response),
+    ("/v1/messages", "POST", create_message),
     ("/v1/embeddings", "POST", models.embeddings),
     ("/v1/contexts", "GET", resources.list_contexts),
     ("/v1/contexts/{id}", "HEAD", upload.upload_state),
@@ -45,12 +52,14 @@ ROUTES = (
     ("/v1/cluster", "GET", cluster.cluster),
 )
 NO_ENDPOINT = (
-    "no such endpoint: this server has /v1/models, /v1/chat/completions, /v1/completions, /v1/contexts and /v1/cluster"
+    "no such endpoint: this server has /v1/models, /v1/chat/completions, /v1/completions, /v1/responses, "
+    "/v1/messages, /v1/contexts and /v1/cluster"
 )
 
 
-def make_app(client: ProxyClient, config: GatewayConfig, ending: asyncio.Event) -> ASGIApp:
-    """The ASGI application, which calls the service through `client`. Setting `ending` closes all watch streams."""
+def make_app(client: ProxyClient, config: GatewayConfig, ending: asyncio.Event, stored: ResponseStore) -> ASGIApp:
+    """The ASGI application, which calls the service through `client`. Setting `ending` closes all watch streams.
+    `stored` has the responses of /v1/responses."""
     handlers: dict[Any, Callable[[Request, Any], Any]] = {
         HttpProblem: _on_problem,
         LongleafError: _on_error,
@@ -62,6 +71,7 @@ def make_app(client: ProxyClient, config: GatewayConfig, ending: asyncio.Event) 
     app.router.redirect_slashes = False
     app.state.client, app.state.model = client, ModelNameCache()
     app.state.bodies, app.state.ending = BodyReader(), ending
+    app.state.responses = stored
     app.state.public_url = config.public_url
     app.state.upload_slots = UploadSlots()
     guarded = OriginGuardMiddleware(app, config.allow_host, config.public_url, config.allow_origin)
@@ -85,8 +95,8 @@ def _by_method(endpoints: dict[str, Any]) -> Callable[[Request], Any]:
     return endpoint
 
 
-async def _on_problem(_: Request, error: HttpProblem) -> Response:
-    return Response(error.encoded(), error.status, error.headers, "application/json")
+async def _on_problem(request: Request, error: HttpProblem) -> Response:
+    return Response(error.encoded(request.url.path), error.status, error.headers, "application/json")
 
 
 async def _on_error(request: Request, error: LongleafError) -> Response:

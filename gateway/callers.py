@@ -19,7 +19,7 @@ def client_of(request: Request) -> ProxyClient:
     """The client for this request. Raises Unauthenticated for a malformed credential, and PermissionDenied if it would
     be forwarded in plain text."""
     client: ProxyClient = request.app.state.client
-    credential = _credential_of(request)
+    credential = credential_of(request)
     if credential is None:
         return client
     try:
@@ -32,16 +32,24 @@ def client_of(request: Request) -> ProxyClient:
 def caller_of(request: Request) -> str:
     """The key of limits for each caller: a hash of the credential, or the address without one. Raises Unauthenticated
     for a malformed credential."""
-    credential = _credential_of(request)
+    credential = credential_of(request)
     # a hash, because credentials are not stored
     return peer_of(request) if credential is None else sha256(credential.encode()).hexdigest()
 
 
-def _credential_of(request: Request) -> str | None:
-    """None without one. Raises Unauthenticated for a malformed one."""
+def owner_of(request: Request) -> str:
+    """The owner of stored data: a hash of the credential. Callers without one have one owner in common, as they have
+    one tenant. Raises Unauthenticated for a malformed credential."""
+    credential = credential_of(request)
+    return "" if credential is None else sha256(credential.encode()).hexdigest()
+
+
+def credential_of(request: Request) -> str | None:
+    """The credential in `Authorization: Bearer`, or else in `x-api-key`; None without one. Raises Unauthenticated for
+    a malformed one."""
     given = request.headers.get("authorization")
     if given is None:
-        return None
+        return request.headers.get("x-api-key", "").strip() or None
     scheme, _, credential = given.partition(" ")
     credential = credential.strip()
     if scheme.lower() != "bearer" or not credential:

@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -27,6 +27,17 @@ from longleaf.errors import (
 )
 
 INVALID = "invalid_request_error"
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's types of errors by status; others are INVALID below 500, and `api_error` from there on."""
 RETRY_SECONDS = 1.0
 """Default retry delay, if the service specifies none."""
 SOON = {"retry-after": "1"}
@@ -36,6 +47,10 @@ MAY_PASS = frozenset({404, 408, 499})
 """Statuses of requests that may succeed when repeated unchanged, after an unknown time: a context may still be
 ingested, and a caller may send faster. Other 4xx responses mean that a client must not retry, unless they have a
 retry-after header."""
+
+
+UNSUPPORTED_THREAD = "thread_unsupported_request"
+"""Code of an error on which Anthropic's clients repeat a request without a conversation held by the server."""
 
 
 class HttpProblem(Exception):
@@ -63,8 +78,32 @@ class HttpProblem(Exception):
         facts = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": facts}
 
-    def encoded(self) -> bytes:
-        return msgspec.json.encode(self.body)
+    @property
+    def anthropic_body(self) -> dict[str, object]:
+        """The body in Anthropic's format."""
+        kind = ANTHROPIC_KINDS.get(self.status, INVALID if self.status < 500 else "api_error")
+        found: dict[str, object] = {"type": kind, "message": self.message}
+        if self.code == UNSUPPORTED_THREAD:
+            found["details"] = {"error_code": self.code}
+        return {"type": "error", "error": found}
+
+    def encoded(self, path: str = "") -> bytes:
+        """The body of the error in the format of the API that has this path."""
+        is_anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+        return msgspec.json.encode(self.anthropic_body if is_anthropic else self.body)
+
+
+def renamed(problem: HttpProblem, rename: Callable[[str], str]) -> HttpProblem:
+    """The same error with another name of the field, also at the beginning of its message."""
+    if problem.param is None:
+        return problem
+    param = rename(problem.param)
+    message = problem.message
+    if message.startswith(problem.param):
+        message = param + message.removeprefix(problem.param)
+    return HttpProblem(
+        problem.status, message, kind=problem.kind, param=param, code=problem.code, headers=problem.headers
+    )
 
 
 def unavailable(message: str) -> HttpProblem:

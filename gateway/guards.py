@@ -55,19 +55,18 @@ class OriginGuardMiddleware:
 
         try:
             if (problem := self._refused(scope)) is not None:
-                await answer(problem, guarded)
+                await answer(problem, guarded, scope["path"])
             else:
                 await self._app(scope, receive, guarded)
         except asyncio.CancelledError:  # the gateway stops
             if status != 0:
                 raise
-            await answer(stopping(), guarded)
+            await answer(stopping(), guarded, scope["path"])
         except Exception as error:
             failures.error("%s failed", scope["method"], exc_info=error, extra={"method": scope["method"]})
             if status == 0:  # otherwise the connection is closed, because the answer is incomplete
-                await answer(
-                    HttpProblem(500, "internal error of the gateway; see its log", kind="server_error"), guarded
-                )
+                problem = HttpProblem(500, "internal error of the gateway; see its log", kind="server_error")
+                await answer(problem, guarded, scope["path"])
         finally:
             self._log(scope, status, time.monotonic() - began)
 
@@ -118,9 +117,9 @@ def _with_guards(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, by
     return found
 
 
-async def answer(problem: HttpProblem, send: Send) -> None:
-    """Sends an error as a complete response."""
-    content = problem.encoded()
+async def answer(problem: HttpProblem, send: Send, path: str = "") -> None:
+    """Sends an error as a complete response, in the format of the API at `path`."""
+    content = problem.encoded(path)
     headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in problem.headers.items()]
     headers += [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     await send({"type": "http.response.start", "status": problem.status, "headers": headers})

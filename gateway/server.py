@@ -1,6 +1,7 @@
 """Lifecycle of a gateway: listens, and stops on a signal or with its parent process."""
 
 import asyncio
+import logging
 import math
 import os
 import signal
@@ -9,12 +10,15 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from gateway.app import make_app
 from gateway.certificates import Certificate
+from gateway.openai.responses.files import ResponseFiles
+from gateway.openai.responses.store import ResponseStore
 from gateway.protocol import protocol_options
 from longleaf.client import Retries
 from longleaf.client.channels import Access
@@ -22,6 +26,8 @@ from longleaf.client.proxy_client import ProxyClient
 from longleaf.config import join_address
 from longleaf.errors import StartError
 from longleaf.service_settings import GatewayConfig
+
+log = logging.getLogger("gateway")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -47,6 +53,8 @@ def client_for(config: GatewayConfig) -> ProxyClient:
     return ProxyClient(config.server, retries=Retries(limit=0), **access)
 
 
+EXPIRY_SECONDS = 60.0
+"""Interval at which expired responses are removed."""
 LAST_SECONDS = 1.0
 """Time for sending the final error to answers that are cut off."""
 
@@ -86,9 +94,12 @@ async def serve(
     """Serves until a signal, or `end`. Calls `announce` with its URL and that of the metrics. Raises InvalidArgument
     and StartError."""
     certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
-    with listen(config.host, config.port) as listener:
+    with listen(config.host, config.port) as listener, stored_responses(config) as stored:
         ending = asyncio.Event()
-        async with client_for(config) as client, counted(make_app(client, config, ending), config) as (app, metrics):
+        async with (
+            client_for(config) as client,
+            counted(make_app(client, config, ending, stored), config) as (app, metrics),
+        ):
             uvicorn_config = uvicorn.Config(
                 app,
                 lifespan="off",
@@ -104,6 +115,7 @@ async def serve(
             tasks = [asyncio.create_task(certificate.reload_on_change())] if certificate is not None else []
             end = end or asyncio.Event()
             tasks.append(asyncio.create_task(_end_with(server, end)))
+            tasks.append(asyncio.create_task(_remove_expired(stored)))
             if config.with_parent:
                 _watch_parent(end)
             scheme = "https" if certificate is not None else "http"
@@ -113,6 +125,24 @@ async def serve(
             finally:
                 for task in tasks:
                     task.cancel()
+
+
+@contextmanager
+def stored_responses(config: GatewayConfig) -> Generator[ResponseStore, None, None]:
+    """The responses of /v1/responses, in files if there is a folder that no other gateway uses. Raises StartError."""
+    files = None
+    try:
+        if config.responses_dir is not None:
+            files = ResponseFiles(Path(config.responses_dir))
+    except BlockingIOError:
+        log.warning("another gateway uses %s: responses are stored in memory only", config.responses_dir)
+    except OSError as error:
+        raise StartError(f"cannot store responses in {config.responses_dir}: {error.strerror}") from error
+    try:
+        yield ResponseStore(config.responses_ttl, files=files)
+    finally:
+        if files is not None:
+            files.close()
 
 
 @asynccontextmanager
@@ -128,6 +158,13 @@ async def counted(app: ASGIApp, config: GatewayConfig) -> AsyncGenerator[tuple[A
         yield metrics, await metrics.start(config.metrics_host, config.metrics_port)
     finally:
         await metrics.stop()
+
+
+async def _remove_expired(stored: ResponseStore) -> None:
+    """Removes expired responses while no caller uses them."""
+    while True:
+        await asyncio.sleep(EXPIRY_SECONDS)
+        stored.remove_expired()
 
 
 async def _end_with(server: uvicorn.Server, end: asyncio.Event) -> None:

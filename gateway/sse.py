@@ -43,6 +43,11 @@ def comment(text: str) -> bytes:
     return b": " + " ".join(text.split()).encode() + b"\n\n"
 
 
+def error_event(problem: HttpProblem) -> bytes:
+    """The event of an error, in OpenAI's format."""
+    return event(problem.body, "error")
+
+
 async def wait_disconnected(receive: Receive) -> None:
     """Returns when the caller has disconnected. Requires that the body was read."""
     while (await receive())["type"] != "http.disconnect":
@@ -61,11 +66,15 @@ class EventResponse:
         heartbeat: float = HEARTBEAT_SECONDS,
         end: asyncio.Event | None = None,
         headers: Mapping[str, str] = NO_HEADERS,
+        ping: bytes = b"",
+        error: Callable[[HttpProblem], bytes] = error_event,
     ) -> None:
-        """`end` ends the response early. `headers` are additional ones, in ASCII."""
+        """`end` ends the response early. `headers` are additional ones, in ASCII. `ping` is sent after each heartbeat
+        comment; `error` formats the event of an error."""
         self._headers = [*HEADERS, *((name.encode(), value.encode()) for name, value in headers.items())]
         self._events, self._waiting, self._left, self._heartbeat = events, waiting, left, heartbeat
         self._end, self._num_sent = end, 0
+        self._ping, self._error = ping, error
         self._send_lock, self._is_whole = asyncio.Lock(), False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,7 +103,7 @@ class EventResponse:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._events.aclose()
         if is_cut:
-            await self._send_body(send, event(stopping().body, "error"))
+            await self._send_body(send, self._error(stopping()))
         if is_cut or (self._end is not None and self._end.is_set()):
             await self._send_body(send, b"", is_last=True)
 
@@ -119,7 +128,7 @@ class EventResponse:
             before = self._num_sent
             await asyncio.sleep(self._heartbeat)
             if before == self._num_sent:
-                await self._send_body(send, comment(self._waiting()))
+                await self._send_body(send, comment(self._waiting()) + self._ping)
 
 
 async def cancel_on_disconnect(request: Request, work: Awaitable[Any]) -> Any:

@@ -24,6 +24,8 @@ from pathlib import Path
 from longleaf.config import cache_folder
 from longleaf.durable_files import replace_file
 
+COMPILE_SECONDS = 300
+"""Time limit of the compiler, which takes 5 s of an idle processor."""
 LINK = ("-shared", "-fPIC")
 DIGEST_BYTES = hashlib.sha256().digest_size
 """Length of the digest at the end of a cached library; loaders ignore data after the ELF contents."""
@@ -31,6 +33,8 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 INSTALLED = Path(__file__).resolve().parent / "installed"
 """Libraries of this installation; a user who can write there can also change the package."""
 NATIVE = "-march=native"
+INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+"""A line that includes a header of this package."""
 _X86_64_V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
 KINDS: dict[str, dict[str, set[str]]] = {
     "x86_64": {
@@ -46,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
-    """Loads the library built from one C file. Its functions run without the GIL.
+    """Loads the library built from one C file and the headers that it includes. Its functions run without the GIL.
 
     `flags` must be compiler flags only, because linker flags may affect the whole process. Raises OSError, with the
     reason, if there is no compiler, the compiler fails, or the result cannot be loaded.
@@ -98,8 +102,8 @@ def own_folder(folder: Path) -> Path:
 def build(source: Path, flags: Sequence[str], folder: Path) -> Path:
     """Compiles `source` into `folder` unless it is cached, and returns the library. Raises OSError.
 
-    The file name is derived from source, flags, processor, compiler and C library, so machines can share a home
-    directory.
+    The file name is derived from source, headers, flags, processor, compiler and C library, so machines can share a
+    home directory.
     """
     library = folder / f"{source.stem}-{_key(source, flags)}.so"
     if not _is_whole(library):
@@ -131,15 +135,24 @@ def find_installed(source: Path, flags: Sequence[str]) -> Path | None:
 
 def _installed_path(source: Path, flags: Sequence[str], kind: str) -> Path:
     """The path for this code and target."""
-    key = hashlib.sha256("\0".join((source.read_text(), *flags, kind)).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\0".join((*_read_code(source), *flags, kind)).encode()).hexdigest()[:16]
     return INSTALLED / f"{source.stem}-{kind}-{key}.so"
 
 
 def _key(source: Path, flags: Sequence[str]) -> str:
     machine = (platform.machine(), *sorted(set(_processor_features())))
     libc = (*platform.libc_ver(), str(sysconfig.get_config_var("SOABI")))
-    parts = (source.read_text(), *flags, *LINK, *machine, _run("cc", "--version"), *libc)
+    parts = (*_read_code(source), *flags, *LINK, *machine, _run("cc", "--version"), *libc)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _read_code(source: Path) -> list[str]:
+    """The text of a C file, and those of the headers beside it that it includes, directly or through others."""
+    paths = [source]
+    for path in paths:
+        included = (path.parent / name for name in INCLUDE.findall(path.read_text()))
+        paths += [header for header in included if header not in paths]
+    return [path.read_text() for path in paths]
 
 
 def _is_whole(library: Path) -> bool:
@@ -165,7 +178,9 @@ def _is_open_to_all(found: os.stat_result) -> bool:
 def _run(*command: str) -> str:
     """The output of the command. Raises OSError, with the output, if it fails."""
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, check=True, text=True, timeout=COMPILE_SECONDS
+        )
         return done.stdout
     except subprocess.CalledProcessError as error:
         raise OSError(f"{command[0]} failed: {error.stderr.strip()}") from error

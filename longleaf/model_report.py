@@ -142,9 +142,10 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     has_weights: bool = False
     """Whether the weights were loaded."""
     is_exact: bool | None = None
-    """Whether logits equal those of plain attention; None if unknown, as without weights."""
+    """Whether logits equal those of plain attention; None if unknown, as without weights. False if they are equal, and
+    some answers differ from `generate` for the reason in `exactness_note`."""
     exactness_note: str = ""
-    """Reason why it is unknown; empty otherwise."""
+    """Reason why it is unknown or False; empty otherwise."""
     plans: tuple[CapacityPlan, ...] = ()
     """For sharded keys, and for replicated windows if there are layers without full attention."""
 

@@ -42,6 +42,8 @@ Part = TypeVar("Part", bound=msgspec.Struct)
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 DEFAULT_HTTP_PORT = 8000
+RESPONSES_SECONDS = 24 * 3600.0
+MAX_RESPONSES_SECONDS = 365 * 24 * 3600
 MAX_DRAIN_SECONDS = 24 * 3600
 """Of a gateway."""
 
@@ -154,6 +156,14 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
             metavar="URL",
         ),
     ] = None
+    responses_ttl: Annotated[
+        float,
+        Option(
+            HTTP,
+            "How long the gateway stores the responses of /v1/responses; with --data-dir, they survive restarts.",
+            limit=seconds(1, MAX_RESPONSES_SECONDS),
+        ),
+    ] = RESPONSES_SECONDS
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -379,6 +389,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             metavar="URL",
         ),
     ] = None
+    responses_ttl: Annotated[
+        float,
+        Option(
+            ADDRESS,
+            "How long the gateway stores the responses of /v1/responses, in memory.",
+            limit=seconds(1, MAX_RESPONSES_SECONDS),
+        ),
+    ] = RESPONSES_SECONDS
     max_connections: Annotated[
         int,
         Option(
@@ -425,6 +443,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     metrics_host: Annotated[str, Option(METRICS, "Address of the metrics port.", metavar="ADDRESS")] = LOOPBACK
     log_format: Annotated[LogFormat, Option(METRICS, "Log lines as text, or as JSON objects.")] = "text"
     log_level: Annotated[LogLevel, Option(METRICS, "Minimum severity to log; info includes every call.")] = "warning"
+    responses_dir: str | None = None
+    """Folder for the responses of /v1/responses; None: in memory only."""
     as_json: bool = False
     """Print the address as a JSON object instead of a text line."""
     with_parent: bool = False

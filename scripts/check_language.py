@@ -169,6 +169,7 @@ READERS = {
     ".js": script_texts,
     ".css": script_texts,
     ".c": script_texts,
+    ".h": script_texts,
     ".html": markup_texts,
     ".yaml": hash_texts,
     ".yml": hash_texts,

@@ -30,7 +30,7 @@ from longleaf.model_report import (
 from longleaf.positions import UNLIMITED_TOKENS, WindowSpec
 from longleaf.shares import most_parts
 from longleaf.weights_choice import WeightsInMemory, WeightSizes, choose_weights, memory_of_rank
-from workers.exactness import check_exact
+from workers.exactness import check_exact, describe_two_formulas
 from workers.kv_cache.pools import (
     kv_bytes_per_token,
     kv_bytes_within,
@@ -79,6 +79,7 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         )
         bytes_per_token = kv_bytes_per_token(model.layers, model.dtype, config)
         note = verify(model, config) if has_weights else UNKNOWN
+        two_formulas = describe_two_formulas(model)
         config.check()
     except (InvalidArgument, ModelRefused, StartError) as error:  # such as limits of sharded weights
         return AttentionReport(reason=str(error))
@@ -110,8 +111,8 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         exchanges=shares.exchanges,
         quantized=quantized,
         has_weights=has_weights,
-        is_exact=None if note else True,
-        exactness_note=note,
+        is_exact=None if note else not two_formulas,
+        exactness_note=note or two_formulas,
         plans=tuple(plan(model, config, mode, pools) for mode in (WINDOW_KEYS if windowed else WINDOW_KEYS[:1])),
     )
 

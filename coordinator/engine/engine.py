@@ -16,7 +16,7 @@ from coordinator.engine.context_transfer import ContextTransfer
 from coordinator.engine.inflight_steps import InflightSteps, StepCompletion
 from coordinator.engine.stream import Stream
 from coordinator.engine.stream_registry import StreamRegistry
-from coordinator.engine.views import count_scheduled, view_cluster, view_context
+from coordinator.engine.views import count_scheduled, has_state_pool, view_cluster, view_context
 from coordinator.engine_messages import (
     AttributionContext,
     DocumentPart,
@@ -342,7 +342,7 @@ class Engine:
             owner=path.segments[-1],
             block_size=self._config.block_size,
             full_layers=readies[0].full_layers,
-            has_states=readies[0].windows is not None and readies[0].windows.is_state,
+            has_states=has_state_pool(readies[0]),
         )
 
     def last_upload_id(self, context_id: str) -> str:
@@ -396,6 +396,13 @@ class Engine:
         with self._recoveries.explaining():
             forked = await self._store.fork(source, context_id, num_tokens)
         return self.on_context_added(forked)
+
+    def place_before(self, context_id: str, position: int) -> int:
+        """The last position of a context, not after `position`, at which it can be forked; 0 if there is none. Raises
+        NotFound.
+        """
+        self.named(context_id)
+        return self._open().contexts.place_before(context_id, position)
 
     async def recompute_context(
         self, context_id: str, vocabulary_size: int, room: Room = unlimited_room

@@ -62,7 +62,7 @@ def view_cluster(
     readies = epoch.formation.readies
     resident, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
     size, gone = config.block_size, {loss.member for loss in losses}
-    has_states = readies[0].windows is not None and readies[0].windows.is_state
+    windows, has_states = readies[0].windows, has_state_pool(readies[0])
     workers = view_workers(epoch.formation, gone, resident, windowed, size)
     return types.Cluster(
         model=types.ModelInfo(name=""),
@@ -84,6 +84,9 @@ def view_cluster(
         window_keys=config.window_keys,
         window_tokens=0 if has_states else windowed,
         max_window_tokens=0 if has_states else max_window_tokens(readies[0], size),
+        states=windowed if has_states else 0,
+        max_states=max_window_tokens(readies[0], size) if has_states else 0,
+        state_bytes=windows.bytes_per_token if windows is not None and has_states else 0,
         losses=tuple(losses),
         drafting=view_drafting(scheduler.drafts),
     )
@@ -137,6 +140,11 @@ def view_worker(
         weight_bytes=ready.weight_bytes,
         weight_parts=ready.weight_parts,
     )
+
+
+def has_state_pool(ready: Ready) -> bool:
+    """Whether the window pool of a rank holds recurrent states."""
+    return ready.windows is not None and ready.windows.is_state
 
 
 def max_window_tokens(ready: Ready, block_size: int) -> int:

@@ -8,16 +8,10 @@ from typing import Any, NoReturn, cast
 from llguidance import regex_to_lark
 
 from longleaf.errors import InvalidArgument
+from longleaf.grammars.lark import check_options, json_rule
 from longleaf.grammars.matcher import OPTIONS
 from longleaf.types import Constraint
 
-ENGINE_OPTIONS = "x-guidance"
-"""The keyword of a schema that holds options of llguidance."""
-MAX_INDENT = 32
-"""Characters of an indentation."""
-WHITESPACE = rf"(\x20|\x0D?\x0A[\x20\x09]{{0,{MAX_INDENT}}})"
-"""The white space that printers of JSON write between two tokens: a space, or a line break and an indentation. With
-unlimited white space, a model may write nothing else up to the limit of its answer."""
 _OPTION_LINE = re.compile(r"^\s*%llguidance\b", re.MULTILINE)
 
 
@@ -39,8 +33,7 @@ def grammar_of(constraint: Constraint) -> str:
 
 
 def _json_grammar(schema: dict[str, Any]) -> str:
-    schema = {**schema, ENGINE_OPTIONS: {"whitespace_pattern": WHITESPACE}}
-    return f"start: %json {json.dumps(schema)}{OPTIONS}"
+    return f"start: {json_rule(schema)}{OPTIONS}"
 
 
 def _schema(constraint: Constraint) -> dict[str, Any]:
@@ -55,8 +48,7 @@ def _schema(constraint: Constraint) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InvalidArgument(constraint.field, "is neither an object nor true")
     schema = cast(dict[str, Any], found)
-    if ENGINE_OPTIONS in schema:
-        raise InvalidArgument(constraint.field, f"{ENGINE_OPTIONS} is not supported: the service sets the options")
+    check_options(schema, constraint.field)
     return schema
 
 

@@ -21,6 +21,8 @@ AGAIN_SECONDS = 1.0
 LONGEST_SECONDS = 30.0
 WELL_SECONDS = 60.0
 """A gateway that ran for this long resets the delay when it dies."""
+RESPONSES = "responses"
+"""Folder of the gateway's stored responses in the data folder."""
 log = logging.getLogger(__name__)
 
 
@@ -88,6 +90,8 @@ class GatewayProcess:
                 allow_host=config.gateway.allowed,
                 allow_origin=config.gateway.allowed_origins,
                 public_url=config.gateway.public_url,
+                responses_ttl=config.gateway.responses_ttl,
+                responses_dir=os.path.join(config.data.data_dir, RESPONSES) if config.data.data_dir else None,
                 log_format=config.telemetry.log_format,
                 log_level=config.telemetry.log_level,
                 as_json=True,

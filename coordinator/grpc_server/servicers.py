@@ -148,7 +148,7 @@ class ContextServicer(ContextServiceServicer):
 
     async def ForkContext(self, request: ingest_pb.ForkContextRequest, context: object) -> context_pb.Context:
         fork = tenant_scoping.scope_request(codec.decode_fork(request))
-        view = await self._readiness.application.fork_context(fork.source, fork.context, fork.tokens)
+        view = await self._readiness.application.forks.fork(fork)
         return codec.encode_context(tenant_scoping.redact_context(view))
 
     async def UpdateContext(self, request: ingest_pb.UpdateContextRequest, context: object) -> context_pb.Context:

@@ -167,6 +167,7 @@ def redact_cluster(cluster: Cluster) -> Cluster:
         waiting=0,
         running=0,
         window_tokens=0,
+        states=0,
         storage=None if cluster.storage is None else replace(cluster.storage, url="", error=""),
         drafting=None,
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from coordinator.auth.caller import CALLER, OWNER
 from coordinator.auth.quotas import QuotaEnforcer
 from coordinator.grammars.compiler import GrammarCompiler
+from coordinator.handlers.context_forks import ContextForks
 from coordinator.handlers.context_text import ContextTexts
 from coordinator.handlers.durable_uploads import DurableUploads
 from coordinator.handlers.generation import Generation
@@ -75,6 +76,7 @@ class Application:
             grammars=self.grammars,
         )
         self.ingest = Ingest(engine, tokenizer, self.threads, self._uploads, quotas=quotas)
+        self.forks = ContextForks(engine, quotas)
         self._durable_uploads = durable_uploads
         self.contexts = engine
         self._vocabulary_size = tokenizer.vocabulary_size
@@ -93,12 +95,6 @@ class Application:
     def _num_uploads(self, tenant: str) -> int:
         """Ingests and imports of a tenant that are open or can be resumed."""
         return self._uploads.num_of(tenant) + (self._imports.num_of(tenant) if self._imports is not None else 0)
-
-    async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
-        """Raises NotFound, AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable or StorageUnavailable."""
-        resident = self.contexts.get_context(source).tokens
-        self._quotas.check_context(1, resident if num_tokens is None else min(resident, num_tokens))
-        return await self.contexts.fork_context(source, context_id, num_tokens)
 
     async def recompute_context(self, context_id: str) -> Context:
         """Recomputes a context prefilled by an earlier checkpoint. Raises NotFound, AlreadyExists, CheckpointChanged,

@@ -14,6 +14,7 @@ from coordinator import engine_messages
 from coordinator.auth.caller import CALLER, OWNER
 from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
 from coordinator.grammars.compiler import GrammarCompiler
+from coordinator.handlers.answer_grammars import AnswerGrammars
 from coordinator.handlers.attribution_baseline import NEUTRAL_QUESTION, Baselines
 from coordinator.handlers.attribution_tracing import AttributionTracer, TextMaps, no_text, submit_patiently
 from coordinator.handlers.journal_replay import replay_journal
@@ -70,7 +71,8 @@ class Generation:
     ) -> None:
         self._engine = engine
         self._text_maps = text_maps
-        self._grammars = grammars or GrammarCompiler(tokenizer.checkpoint.folder)
+        compiler = grammars or GrammarCompiler(tokenizer.checkpoint.folder)
+        self._grammars = AnswerGrammars(tokenizer, compiler, threads)
         self._tokenizer = tokenizer
         self._threads = threads
         self._clock = clock
@@ -131,8 +133,9 @@ class Generation:
         with nullcontext() if request.resume_seconds else self._run_unregistered(request_id):
             tracing = self._make_tracer(request)
             self._quotas.check_generation()  # before the work that a long prompt causes
-            grammar = await self._grammar(request)
+            grammar = await self._grammars.check(request)
             token_ids = await self._prompts.ids_of(request)
+            grammar = grammar or await self._grammars.grammar_of(request, token_ids)
             if request.until_full:
                 request = self._with_longest_answer(request, len(token_ids))
             answer = self._make_assembler(request_id, request, tracing, token_ids)
@@ -163,7 +166,7 @@ class Generation:
             return
         assert self._journal is not None
         deadline = None if entry.deadline is None else self._clock() + entry.deadline - self._wall_clock()
-        grammar = await self._grammar(entry.request)
+        grammar = await self._grammars.grammar_of(entry.request, entry.token_ids)
         prompt = self._prompt(entry.request, entry.token_ids, deadline, grammar)
         if any(generated.values()) or len(generated) < prompt.num_samples:
             prompt = msgspec.structs.replace(prompt, generated=generated)
@@ -236,16 +239,6 @@ class Generation:
     def _check_free(self, request_id: str) -> None:
         if request_id in self._running:
             raise AlreadyExists(f"generations/{request_id}")
-
-    async def _grammar(self, request: Generate) -> str:
-        """The grammar of a request with a constraint; empty without one. Raises InvalidArgument and Unavailable."""
-        if (constraint := request.constraint) is None:
-            return ""
-        if not self._tokenizer.end_tokens:
-            raise InvalidArgument("constraint", "is not supported: the model has no end token")
-        if request.sampling.ignore_end_token:
-            raise InvalidArgument("constraint", "cannot be set together with sampling.ignore_end_token")
-        return await self._grammars.compile(request.tenant, constraint)
 
     def _prompt(
         self, request: Generate, token_ids: Sequence[int], deadline: float | None = None, grammar: str = ""

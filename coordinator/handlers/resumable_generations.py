@@ -199,6 +199,8 @@ def request_digest(request: Generate) -> bytes:
             kind, requested = "ids", array("I", token_ids).tobytes()
     if request.tools or request.parse_answer:
         requested += msgspec.json.encode((request.tools, request.single_tool_call))
+    if request.require_tool_call or request.required_tool:
+        requested += b"call " + request.required_tool.encode()
     return blake3(f"{kind} {request.context}\n".encode()).update(requested).digest()
 
 

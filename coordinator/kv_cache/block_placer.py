@@ -173,6 +173,30 @@ class BlockPlacer:
         self.window_pool.free(freed)
         return self.window_pool.grow(retained, *fresh)
 
+    @property
+    def num_draft_states(self) -> int | None:
+        """Number of drafts for whose recurrent states there are free slots; None for a model without states."""
+        return self.num_free.windows if self.windows is not None and self.windows.is_state else None
+
+    def add_draft_states(self, runs: tuple[Run, ...], count: int, reservation: Reservation) -> tuple[Run, ...]:
+        """The state runs of a segment with those of `count` drafts behind its last token, at most `num_draft_states`.
+        The slots are added to the reservation until `drop_draft_states`."""
+        added = self.add(reservation, BlockCount(windows=count))
+        assert added
+        end = runs[-1].end
+        self._spend(reservation, BlockCount(windows=count))
+        return self.window_pool.grow(runs, end, end + count)
+
+    def drop_draft_states(
+        self, runs: tuple[Run, ...], end: int, count: int, reservation: Reservation
+    ) -> tuple[Run, ...]:
+        """The state run of a segment after the tokens before `end` were accepted: the last state. The slots that
+        `add_draft_states` added for `count` drafts are no longer reserved."""
+        retained = self.roll_back(runs, end, reservation)
+        last = self._advance_windows(retained, end, (end, end), reservation)
+        self.release(reservation.split(BlockCount(windows=count)))
+        return last
+
     def return_unwritten(self, runs: Sequence[Run], reservation: Reservation) -> None:
         """Frees runs that hold no valid keys, and returns their blocks to the reservation."""
         blocks = BlockCount(count_blocks(runs))

@@ -311,6 +311,13 @@ class ContextTable:
             self._segments.activate(context.path)
         return self._segments.placements.evicted(context.path)
 
+    def place_before(self, context_id: str, position: int) -> int:
+        """The last position of a context, not after `position`, at which it can be forked; 0 if there is none. Raises
+        NotFound."""
+        context, placements = self.get(context_id), self._segments.placements
+        below, _ = placements.seams(context.path, min(position, placements.whole_end(context.path)))
+        return max([below, *(end for end in context.ends if end <= position)])
+
     def _check_seam(self, context: NamedContext, position: int) -> None:
         """Raises InvalidArgument where windowed layers lack the keys to continue, and Unavailable where these keys are
         held only during a recovery."""

@@ -200,7 +200,8 @@ class Planner:
         under_way = [flight.plan for flight in self._flights if isinstance(flight.plan.work, Decode)]
         if (is_apart and self._flights) or any(plan.num_drafts for plan in under_way):
             return None
-        if under_way and self._drafter.needs_previous_result(jobs):
+        may_draft = self._placer.num_draft_states != 0
+        if under_way and may_draft and self._drafter.needs_previous_result(jobs):
             return None
         is_alone = all(job.prompt.is_probe for job in jobs)
         jobs = self._portions.next(jobs, self._budget.probe_size(is_alone=is_alone))
@@ -210,7 +211,7 @@ class Planner:
                 rows.append(job.next_row(self._placer))
             except Exception as error:
                 raise JobFailed(job, jobs[: len(rows)]) from error
-        work = Decode(tuple(rows) if under_way else self._drafter.draft(jobs, rows))
+        work = Decode(tuple(rows) if under_way else self._drafter.draft(jobs, rows, self._placer))
         return self._plan(work, jobs, is_apart=is_apart)
 
     def _plan(self, work: Work, jobs: Sequence[Job], *, is_apart: bool) -> StepPlan:

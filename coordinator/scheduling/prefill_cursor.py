@@ -63,6 +63,10 @@ class GrowingSegment:
         ranks."""
         self.path_ids = placement.segment.path.ids
         """The path to the end of the segment, as sent to the ranks."""
+        self._has_states = False
+        """The window runs are of recurrent states."""
+        self._num_draft_states = 0
+        """Number of drafts under way that have slots for recurrent states."""
         self._num_chunks = 0
 
     @property
@@ -85,15 +89,34 @@ class GrowingSegment:
         return runs
 
     def num_spare(self, block_size: int) -> int:
-        """Number of tokens that fit into the last blocks without a new block, in sharded and window runs."""
-        runs = [each[-1] for each in (self.placement.runs, self.placement.window_runs) if each]
+        """Number of tokens that fit into the last blocks without a new block, in sharded and window runs. Recurrent
+        states are in blocks of one position, and do not count."""
+        window_runs = () if self._has_states else self.placement.window_runs
+        runs = [each[-1] for each in (self.placement.runs, window_runs) if each]
         return min(len(run.blocks) * block_size - len(run) for run in runs)
 
-    def accept(self, token_ids: Sequence[int]) -> None:
-        """Adds accepted drafts, whose keys are in the last block already."""
+    def window_runs_with_drafts(self, window_runs: tuple[Run, ...], count: int, placer: BlockPlacer) -> tuple[Run, ...]:
+        """The window runs of the last row with `count` drafts. Each draft has a slot for the recurrent state after it,
+        so that the state before a refused draft is not lost."""
+        if placer.num_draft_states is None:
+            return lengthened(window_runs, count)
+        placement = self.placement
+        placement.window_runs = placer.add_draft_states(placement.window_runs, count, self.reservation)
+        self._num_draft_states = count
+        [run], blocks = window_runs, placement.window_runs[-1].blocks[-count:]
+        return (replace(run, end=run.end + count, blocks=(*run.blocks, *blocks)),)
+
+    def accept(self, token_ids: Sequence[int], placer: BlockPlacer) -> None:
+        """Adds accepted drafts, whose keys are in the last block already. Drops the states of refused ones."""
         placement, count = self.placement, len(token_ids)
-        placement.extend(token_ids, lengthened(placement.runs[-1:], count))
-        placement.window_runs = lengthened(placement.window_runs, count)
+        if count:
+            placement.extend(token_ids, lengthened(placement.runs[-1:], count))
+        if self._num_draft_states:
+            runs, end = placement.window_runs, self.segment.end
+            placement.window_runs = placer.drop_draft_states(runs, end, self._num_draft_states, self.reservation)
+            self._num_draft_states = 0
+        elif count:
+            placement.window_runs = lengthened(placement.window_runs, count)
 
     def roll_back(self, end: int, placer: BlockPlacer) -> None:
         """Removes the chunk that begins at position `end`; its blocks return to the reservation."""
@@ -106,6 +129,7 @@ class GrowingSegment:
     def _extend(self, token_ids: Sequence[int], runs: tuple[Run, ...], placer: BlockPlacer, *, is_chunk: bool) -> None:
         placement, start = self.placement, self.segment.end
         end = start + len(token_ids)
+        self._has_states = placer.windows is not None and placer.windows.is_state
         placement.window_runs = placer.advance_windows(
             placement.window_runs, start, end, self.reservation, is_chunk=is_chunk
         )

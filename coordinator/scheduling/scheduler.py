@@ -104,9 +104,7 @@ class Scheduler:
         self._admission = Admission(
             config, limits, self.contexts, self.segments, self._requests, self.speeds, can_evict=is_durable
         )
-        has_states = placer.windows is not None and placer.windows.is_state
-        max_drafts = 0 if has_states else config.max_draft_tokens  # refused drafts cannot be removed from a state
-        self._drafter = drafter or Drafter(config.max_rows, max_drafts, config.block_size)
+        self._drafter = drafter or Drafter(config.max_rows, config.max_draft_tokens, config.block_size)
         self._planner = Planner(config, placer, self.segments, self.speeds, self.recovery, self._drafter, epoch)
         self._queue = Queue()
         self._lifecycle = JobLifecycle(
@@ -392,8 +390,7 @@ class Scheduler:
         if not job.prompt.is_probe:
             index, attention = job.num_generated, result.attention.get(job.id, ())
             sampled, num_appended = result.tokens[job.id], 0
-            if len(sampled) > 1:
-                job.accept([token.id for token in sampled[:-1]])
+            job.accept([token.id for token in sampled[:-1]], self._placer)
             for token in sampled:
                 num_appended += 1
                 if (reason := job.append_token(token.id)) is not None:
@@ -402,6 +399,8 @@ class Scheduler:
                 reason = "stop"
             counts = (self._drafter.record_tokens(job, sampled), min(num_appended, len(sampled) - 1))
             self.drafts.add(*counts, num_appended)
+            if (forced := result.forced.get(job.id)) is not None:
+                self._drafter.record_forced(job, forced)
             event = Tokens(index, sampled[:num_appended], job.sample, attention[:num_appended], *counts)
             self._outcomes.append((request_id, event))
         if reason is not None:

@@ -260,7 +260,7 @@ class SequenceJob(Job):
     def max_drafts(self) -> int:
         """Maximum number of drafts of any of its rows. Attention is reported for each position of a row, and must fit
         into the result of a step."""
-        if self.prompt.is_probe or self.prompt.grammar:  # drafts are not matched against a grammar
+        if self.prompt.is_probe:
             return 0
         most, cuts = self.prompt.max_draft_tokens, self.prompt.cuts
         return most if cuts is None else min(most, MAX_ATTRIBUTED_SPANS // max(1, cuts.num_spans) - 1)
@@ -276,16 +276,17 @@ class SequenceJob(Job):
         left = self.max_requested - self.num_requested
         return min(self.max_drafts, left, self.tail.num_spare(block_size))
 
-    def with_drafts(self, row: Row, draft_ids: tuple[int, ...]) -> Row:
+    def with_drafts(self, row: Row, draft_ids: tuple[int, ...], placer: BlockPlacer) -> Row:
         """The row with drafts after its token. Drafts are not recorded in the segment until they are accepted."""
-        runs, window_runs = (lengthened(each, len(draft_ids)) for each in (row.runs, row.window_runs))
+        runs = lengthened(row.runs, len(draft_ids))
+        window_runs = self.tail.window_runs_with_drafts(row.window_runs, len(draft_ids), placer)
         num_reference = self._num_reference(self.num_requested + len(draft_ids))
         drafted = {"draft_ids": draft_ids, "num_reference": num_reference}
         return structs.replace(row, runs=runs, window_runs=window_runs, **drafted)
 
-    def accept(self, token_ids: Sequence[int]) -> None:
-        """Records that drafts of the last row were accepted; `append_token` adds their tokens to the answer."""
-        self.tail.accept(token_ids)
+    def accept(self, token_ids: Sequence[int], placer: BlockPlacer) -> None:
+        """Records the drafts of the last row that were accepted; `append_token` adds their tokens to the answer."""
+        self.tail.accept(token_ids, placer)
         self.num_requested += len(token_ids)
 
     def append_token(self, token_id: int) -> EndReason | None:

@@ -4,6 +4,7 @@ callers pass measured times."""
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+from coordinator.kv_cache.block_placer import BlockPlacer
 from coordinator.kv_cache.token_paths import Segment
 from coordinator.scheduling.sequences import SequenceJob
 from coordinator.speculation.acceptance import CONTEXT_DECAY, Acceptance
@@ -52,13 +53,17 @@ class Drafter:
         drafts = map(self._drafter_of, jobs)  # even for a new job: others may have queried its context
         return self._policy.is_worth_waiting([each.acceptance.expected() if each else [] for each in drafts])
 
-    def draft(self, jobs: Sequence[SequenceJob], rows: Sequence[Row]) -> tuple[Row, ...]:
-        """The rows, with drafts where they pay off. No step of these sequences may be in flight."""
+    def draft(self, jobs: Sequence[SequenceJob], rows: Sequence[Row], placer: BlockPlacer) -> tuple[Row, ...]:
+        """The rows, with drafts where they pay off. No step of these sequences may be in flight. Drafts take recurrent
+        states only from those that are free."""
         if not (self._max_drafts and self._policy.has_room(len(jobs))):
             return tuple(rows)
         drafts = [NO_DRAFT if row.terms else self._draft_next(job) for job, row in zip(jobs, rows, strict=True)]
         lengths = self._policy.lengths([_chances(job, draft) for job, draft in zip(jobs, drafts, strict=True)])
-        return tuple(map(_with_draft, jobs, rows, drafts, lengths))
+        return tuple(
+            _with_draft(job, row, draft, length, placer)
+            for job, row, draft, length in zip(jobs, rows, drafts, lengths, strict=True)
+        )
 
     def _draft_next(self, job: SequenceJob) -> Draft:
         """The draft after the token that was placed just now."""
@@ -107,6 +112,12 @@ class Drafter:
             self._recorded_tokens.append((job, tokens[-1].id, job.num_prompt + job.num_generated))
         return num_drafts
 
+    def record_forced(self, job: SequenceJob, token_ids: Sequence[int]) -> None:
+        """Records tokens that the grammar of a job forces after the tokens of a step, which the job has added to its
+        answer."""
+        if (drafts := self._drafter_of(job)) is not None:
+            drafts.record_forced(job.num_prompt + job.num_generated, token_ids)
+
     def learn(self) -> None:
         """Processes the recorded data once the ranks have the next plan: step durations, tokens for the n-gram index,
         and comparisons of sampled tokens with shadow drafts."""
@@ -134,9 +145,11 @@ def _chances(job: SequenceJob, draft: Draft) -> list[float]:
     return job.drafter.acceptance.probabilities(draft) if job.drafter else []
 
 
-def _with_draft(job: SequenceJob, row: Row, draft: Draft, length: int) -> Row:
+def _with_draft(job: SequenceJob, row: Row, draft: Draft, length: int, placer: BlockPlacer) -> Row:
+    if placer.num_draft_states is not None:
+        length = min(length, placer.num_draft_states)
     if not length or job.drafter is None:
         return row
     draft = draft.cut(length)
     job.drafter.verify(draft)
-    return job.with_drafts(row, draft.token_ids)
+    return job.with_drafts(row, draft.token_ids, placer)

@@ -1,8 +1,11 @@
 """The drafts of one sequence, their results, and the comparison with shadow drafts. Pure."""
 
+from collections.abc import Sequence
+
 from coordinator.kv_cache.token_paths import Segment
 from coordinator.speculation.acceptance import Acceptance, ShadowDrafts
 from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft, NgramDrafter, NgramIndexes
+from coordinator.speculation.ngram_index import MAX_SIZE
 
 
 class SequenceDrafter:
@@ -16,6 +19,8 @@ class SequenceDrafter:
         self._indexes = indexes
         self.drafted = NO_DRAFT
         """The draft that the step under way verifies."""
+        self._forced: tuple[int, tuple[int, ...]] = (0, ())
+        """A position, and tokens that the grammar forces there."""
         self._move(tail)
 
     def _move(self, tail: Segment) -> None:
@@ -31,8 +36,16 @@ class SequenceDrafter:
             self._move(tail)
 
     def draft(self, end: int, count: int) -> Draft:
-        """At most `count` tokens that may follow position `end`; all tokens before it must be known."""
+        """At most `count` tokens that may follow position `end`; all tokens before it must be known. Tokens that the
+        grammar forces are as likely as those after the longest n-gram."""
+        forced_end, forced = self._forced
+        if forced_end == end and count > 0:
+            return Draft(MAX_SIZE, forced[:count])
         return self._drafts.draft(end, count)
+
+    def record_forced(self, end: int, token_ids: Sequence[int]) -> None:
+        """Records tokens that the grammar forces at position `end`."""
+        self._forced = end, tuple(token_ids)
 
     def verify(self, draft: Draft) -> None:
         """Records that a step verifies this draft."""

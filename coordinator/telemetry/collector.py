@@ -65,6 +65,7 @@ class Gauges:
                 {},
                 cluster.missing_weights,
             ),
+            *self._of_states(cluster),
             *self._of_merges(cluster),
         ]
 
@@ -75,6 +76,16 @@ class Gauges:
         for worker in workers:
             family.add_metric((self._model, str(worker.rank)), value(worker))
         return family
+
+    def _of_states(self, cluster: Cluster) -> list[Metric]:
+        """The pool of recurrent states, if the model has any."""
+        if not cluster.max_states:
+            return []
+        return [
+            self._gauge("recurrent_states", "Recurrent states in use, on every rank.", {}, cluster.states),
+            self._gauge("recurrent_state_capacity", "Recurrent states that fit.", {}, cluster.max_states),
+            self._gauge("recurrent_state_bytes", "Bytes of one recurrent state on a rank.", {}, cluster.state_bytes),
+        ]
 
     def _of_merges(self, cluster: Cluster) -> list[Metric]:
         """The merge timings, if the ranks measured them to choose a merge."""

@@ -15,12 +15,14 @@ class JsonCalls(msgspec.Struct, frozen=True):
     """A call is a JSON object with a name and arguments; a JSON list has several calls."""
 
     arguments: tuple[str, ...] = ("arguments", "parameters")
-    """Names of the member with the arguments."""
+    """Names of the member with the arguments; constrained calls have the first."""
     has_arguments: bool = False
     """Whether an object without arguments is no call."""
+    is_list: bool = False
+    """Whether constrained calls are one JSON list."""
 
 
-class HeadedCalls(msgspec.Struct, frozen=True):
+class HeadedCalls(msgspec.Struct, frozen=True, kw_only=True):
     """A call is its name, followed by the arguments as a JSON object."""
 
     head: re.Pattern[str]
@@ -29,14 +31,20 @@ class HeadedCalls(msgspec.Struct, frozen=True):
     """Text that may follow the arguments."""
     separator: str = ""
     """The end of the head, for formats without an end marker."""
+    written: tuple[tuple[str, str], ...]
+    """The text before and after the arguments of a constrained call, with `{name}`; the model chooses one."""
 
 
-class TaggedCalls(msgspec.Struct, frozen=True):
+class TaggedCalls(msgspec.Struct, frozen=True, kw_only=True):
     """A call is its name, followed by arguments in tags. Values are JSON, or text for parameters of type string."""
 
     head: re.Pattern[str]
     pair: re.Pattern[str]
     """Matches an argument; its groups are `key` and `value`."""
+    written: tuple[str, str]
+    """The text before and after the arguments of a constrained call, with `{name}`."""
+    written_pair: tuple[str, str, str]
+    """The text before the value of an argument, with `{key}`, the text after it, and the tag in that which ends it."""
 
 
 class CallFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +89,16 @@ class ChannelFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The channel of reasoning."""
     begins: tuple[str, ...]
     """Possible beginnings of the first header, whose start marker is part of the prompt."""
+    channels: tuple[str, ...]
+    """The channels of messages that may precede a constrained call."""
+    final: str
+    """The channel of the answer's text."""
+    written: tuple[str, str]
+    """A constrained message before and after its content, up to the header of the next one; with `{channel}`."""
+    written_calls: tuple[str, ...]
+    """A constrained call before its arguments, with `{name}`; the model chooses one."""
+    call_end: str
+    """The marker after a constrained call, which may be an end token."""
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):
@@ -126,6 +144,16 @@ CHANNEL_FORMATS = (
         recipient=re.compile(r"\bto=functions\.(?P<name>[\w.-]+)"),
         reasoning="analysis",
         begins=("<|channel|>", "<|start|>", "<|message|>", " to="),
+        channels=("analysis", "commentary"),
+        final="final",
+        written=("<|channel|>{channel}<|message|>", "<|end|><|start|>assistant"),
+        written_calls=(
+            "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+            "<|channel|>commentary to=functions.{name} json<|message|>",
+            " to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>",
+            " to=functions.{name}<|channel|>commentary json<|message|>",
+        ),
+        call_end="<|call|>",
     ),
 )
 CALL_FORMATS = (
@@ -140,6 +168,8 @@ CALL_FORMATS = (
                 r"\s*<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*",
                 re.DOTALL,
             ),
+            written=("{name}\n", ""),
+            written_pair=("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n", "</arg_value>"),
         ),
     ),
     CallFormat(
@@ -154,6 +184,8 @@ CALL_FORMATS = (
                 r"\s*(?:</function>\s*)?",
                 re.DOTALL,
             ),
+            written=("\n<function={name}>\n", "</function>\n"),
+            written_pair=("<parameter={key}>\n", "\n</parameter>\n", "</parameter>"),
         ),
     ),
     CallFormat(name="hermes", evidence=("<tool_call>",), start="<tool_call>", end="</tool_call>"),
@@ -164,9 +196,10 @@ CALL_FORMATS = (
         body=HeadedCalls(
             head=re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?\[ARGS\]"),
             separator="[ARGS]",
+            written=(("{name}[ARGS]", ""),),
         ),
     ),
-    CallFormat(name="mistral", evidence=("[TOOL_CALLS]",), start="[TOOL_CALLS]"),
+    CallFormat(name="mistral", evidence=("[TOOL_CALLS]",), start="[TOOL_CALLS]", body=JsonCalls(is_list=True)),
     CallFormat(
         name="deepseek",
         evidence=("<｜tool▁call▁begin｜>",),
@@ -178,13 +211,17 @@ CALL_FORMATS = (
                 r"\s*(?:function<｜tool▁sep｜>(?P<name>[\w.-]+)\s*```json|(?P<plain>[\w.-]+)<｜tool▁sep｜>)"
             ),
             tail="```",
+            written=(
+                ("function<｜tool▁sep｜>{name}\n```json\n", "\n```"),
+                ("{name}<｜tool▁sep｜>", ""),
+            ),
         ),
     ),
     CallFormat(
         name="llama3_json",
         evidence=("<|start_header_id|>", '"parameters": '),
         start="<|python_tag|>",
-        body=JsonCalls(has_arguments=True),
+        body=JsonCalls(arguments=("parameters", "arguments"), has_arguments=True),
         is_bare=True,
     ),
 )

@@ -70,9 +70,16 @@ class Tokenizer:
             )
         self.alphabet = self._alphabet()
         """The decoder from ids to text."""
-        added = [token.content for token in control.get_added_tokens_decoder().values()]
+        added_tokens = control.get_added_tokens_decoder()
+        added = [token.content for token in added_tokens.values()]
         self.answer_format = recognized_format("\n".join(sources), added) if sources else AnswerFormat()
         """The format of reasoning and tool calls."""
+        self.marker_ids = {
+            token.content: token_id
+            for token_id, token in added_tokens.items()
+            if token.special and token.content in self.answer_format.markers
+        }
+        """The ids of markers that are special tokens."""
         self.parsing_alphabet = self._alphabet(self.answer_format.markers)
         """As `alphabet`, but special tokens that mark reasoning or calls have their text."""
         self.max_bytes_per_token = _max_bytes_per_token(control, description)

@@ -1,11 +1,16 @@
 """Conversion of the text of a tool call to a name and arguments."""
 
 import json
+import math
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 from coordinator.text.answer_formats import CallFormat, HeadedCalls, JsonCalls, TaggedCalls, ToolParameters
-from longleaf.types.tools import parse_json
+from longleaf.types.tools import refuse_constant
+
+MAX_DIGITS = 1000
+"""Digits of the longest integer that is not rounded to a float."""
 
 
 class Call(NamedTuple):
@@ -34,7 +39,7 @@ def calls_of(body: str, calls: CallFormat, tools: ToolParameters) -> list[Call] 
 def json_call(name: str, arguments: str, tools: ToolParameters) -> Call | None:
     """A call with these arguments; None unless they are a JSON object and the function is known."""
     try:
-        return Call(name, encoded_arguments(parse_json(arguments))) if name in tools else None
+        return Call(name, encoded_arguments(_parse(arguments))) if name in tools else None
     except (ValueError, RecursionError):
         return None
 
@@ -43,7 +48,7 @@ def encoded_arguments(found: object) -> str:
     """Arguments as valid JSON; an object that is encoded as a string is decoded first. Raises ValueError unless they
     are an object."""
     if isinstance(found, str):
-        found = parse_json(found)
+        found = _parse(found)
     if found is None:
         found = {}
     if not isinstance(found, dict):
@@ -56,8 +61,23 @@ def encoded_arguments(found: object) -> str:
     return text
 
 
+def _parse(text: str) -> Any:
+    """Parses strict JSON. Raises ValueError or RecursionError."""
+    return json.loads(text, parse_constant=refuse_constant, parse_float=_finite_float, parse_int=_integer)
+
+
+def _finite_float(text: str) -> float:
+    """A number beyond the range of floats, which JSON has, becomes the nearest float."""
+    found = float(text)
+    return found if math.isfinite(found) else math.copysign(sys.float_info.max, found)
+
+
+def _integer(text: str) -> int | float:
+    return int(text) if len(text) <= MAX_DIGITS else _finite_float(text)
+
+
 def _json_calls(body: str, form: JsonCalls) -> list[Call]:
-    found = parse_json(body)
+    found = _parse(body)
     return [_json_object(each, form) for each in (cast(list[Any], found) if isinstance(found, list) else [found])]
 
 
@@ -79,7 +99,7 @@ def _headed_call(body: str, form: HeadedCalls) -> Call:
     arguments = body[head.end() :].strip()
     if form.tail:
         arguments = arguments.removesuffix(form.tail)
-    return Call(next(name for name in groups.values() if name), encoded_arguments(parse_json(arguments)))
+    return Call(next(name for name in groups.values() if name), encoded_arguments(_parse(arguments)))
 
 
 def _tagged_call(body: str, form: TaggedCalls, tools: Mapping[str, frozenset[str]]) -> Call:
@@ -98,6 +118,6 @@ def _tagged_call(body: str, form: TaggedCalls, tools: Mapping[str, frozenset[str
 def _value_of(text: str) -> object:
     """A value in JSON, or else as text."""
     try:
-        return parse_json(text)
+        return _parse(text)
     except (ValueError, RecursionError):
         return text

@@ -28,7 +28,7 @@ UNFILTERED = (
 log = logging.getLogger("gateway")
 
 
-class Extraction:
+class UploadExtraction:
     """The extraction of the files of one upload. A thread extracts one file after the other; all other methods are
     called on the event loop.
     """
@@ -125,7 +125,7 @@ async def extract_files(
     """Waits for the turn of the slot, adds the texts of the files to `found`, and yields the latest section at
     intervals. Of several files, those that cannot be read are left out; a single one raises InvalidArgument. Raises
     HttpProblem if the upload is evicted. Closing the generator ends the process."""
-    extraction = Extraction(files, slot.limits, found, as_text=as_text)
+    extraction = UploadExtraction(files, slot.limits, found, as_text=as_text)
     # a separate task, so that a client that does not read its events delays no other upload
     work = asyncio.create_task(_run_in_turn(extraction, files, slot))
     try:
@@ -140,7 +140,7 @@ async def extract_files(
             work.exception()  # otherwise asyncio logs it
 
 
-async def _run_in_turn(extraction: Extraction, files: ReceivedFiles, slot: UploadSlot) -> None:
+async def _run_in_turn(extraction: UploadExtraction, files: ReceivedFiles, slot: UploadSlot) -> None:
     await slot.wait_turn()
     try:
         await extraction.run()

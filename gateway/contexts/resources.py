@@ -33,6 +33,7 @@ class Fork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     id: str
     tokens: int | None = None
+    recompute: bool = False
 
 
 CONTEXT_FIELDS = (
@@ -115,8 +116,9 @@ async def fork_context(request: Request) -> Response:
     await model_name(request, client)
     fork = converted(await json_of(request), Fork)
     check_new(fork.id)
-    made = await _call_service(client.fork_context(name, fork.id, num_tokens=fork.tokens))
-    return await _context_response(request, client, made, 201)
+    made = await _call_service(client.fork_context(name, fork.id, num_tokens=fork.tokens, recompute=fork.recompute))
+    found = described(made, await model_name(request, client))
+    return json_response(found | {"recomputed_tokens": made.recomputed_tokens}, 201)
 
 
 async def _context_response(request: Request, client: AsyncClient, context: Context, status: int = 200) -> Response:

@@ -2,28 +2,26 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from contextlib import aclosing
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.bodies import MemoryLease, json_response
+from gateway.bodies import MemoryLease
 from gateway.errors import HttpProblem, problem_of
-from gateway.openai.models import MISSING
+from gateway.generations import EventStream, GenerationEvents, PendingAnswer, respond
+from gateway.models import MISSING
 from gateway.openai.sources import SourceReader
-from gateway.sse import DONE, EventResponse, cancel_on_disconnect, event
-from longleaf.errors import LongleafError, Unavailable
+from gateway.sse import DONE, event
 from longleaf.sampling import Logprobs
-from longleaf.types import Delta, Event, Finished, Progress, Recovering, Started, Usage
+from longleaf.types import Delta, Finished, Started, Usage
 
 LEAST_LOGPROB = -9999.0
 """Replaces a logprob of -inf, which JSON cannot represent and which OpenAI's types do not allow to be null. vLLM sends
 the same value."""
 REASONS = {"end_token": "stop", "stop": "stop", "stop_token": "stop", "length": "length"}
-WARNING = "longleaf-warning"
-"""Response header that lists ignored fields, and restrictions of the answer."""
 Names = dict[str, str]
 
 
@@ -66,33 +64,10 @@ def now() -> int:
     return int(time.time())
 
 
-class WaitStatus:
-    """Text of the heartbeat comments."""
-
-    def __init__(self) -> None:
-        self._text = "waiting"
-
-    def record(self, event: Event) -> None:
-        match event:
-            case Started(queue_position=place) if place:
-                self._text = f"queued {place}"
-            case Progress(processed, total):
-                self._text = f"read {processed} of {total} tokens"
-            case Recovering(missing_weights=fraction) if fraction:
-                self._text = f"recovering, {fraction:.0%} of the weights are being read"
-            case Recovering():
-                self._text = f"recovering, {event.recovered_tokens} of {event.total_tokens} tokens"
-            case _:
-                pass
-
-    def __call__(self) -> str:
-        return self._text
-
-
 class PendingCompletion(NamedTuple):
     """A generation that has not started."""
 
-    events: AsyncGenerator[Event, None]
+    events: GenerationEvents
     formatter: ChunkFormatter
     sources: SourceReader
     is_streamed: bool
@@ -103,99 +78,43 @@ class PendingCompletion(NamedTuple):
 
 
 async def answer(request: Request, asking: PendingCompletion, share: MemoryLease) -> Response:
-    """The answer, streamed or whole. Errors before its first byte become the status. `share` is released at the first
-    event, because the prompt is not needed after that. Raises HttpProblem."""
-    events, formatter, sources, is_streamed, names, ignored = asking
-    try:
-        try:
-            first = await cancel_on_disconnect(request, anext(events))
-        except StopAsyncIteration:
-            raise Unavailable("the service ended the stream before the answer") from None
-        share.release()
-        headers = _warning_headers(ignored, first)
-        if not is_streamed:
-            whole = await cancel_on_disconnect(request, _whole(events, formatter, sources))
-            return json_response(whole, headers=headers)
-    except LongleafError as error:
-        await events.aclose()
-        raise _problem(error, names) from None
-    except BaseException:
-        await events.aclose()
-        raise
-    waiting = WaitStatus()
-    waiting.record(first)
-    # EventResponse is callable like a Response, but not a subclass
-    stream = _stream(first, events, formatter, sources, waiting.record, names)
-    return cast(Response, EventResponse(stream, waiting, headers=headers))
+    """The answer, streamed or whole. Errors before its first byte become the status. Raises HttpProblem."""
+    formatter = CompletionFormatter(asking.formatter, asking.sources)
+    problem = partial(problem_of, names=asking.names, missing=MISSING)
+    return await respond(
+        request, PendingAnswer(asking.events, formatter, asking.is_streamed, problem, asking.ignored), share
+    )
 
 
-def _warning_headers(ignored: list[str], first: Event) -> dict[str, str]:
-    warnings = [f"ignored: {', '.join(ignored)}"] if ignored else []
-    warnings += first.warnings if isinstance(first, Started) else ()
-    return {WARNING: "; ".join(warnings).encode("ascii", "replace").decode()} if warnings else {}
+class CompletionFormatter:
+    """Formats an answer as OpenAI's chunks, with the sources of each choice."""
 
+    def __init__(self, formatter: ChunkFormatter, sources: SourceReader) -> None:
+        self._formatter, self._sources = formatter, sources
+        self.num_samples = formatter.num_samples
 
-def _is_shown(delta: Delta) -> bool:
-    return bool(delta.text or delta.reasoning or delta.tool_calls or any(text_logprobs([delta])))
+    def begin(self, started: Started | None) -> EventStream:
+        del started
+        return map(event, self._formatter.begin())
 
+    def delta(self, delta: Delta) -> EventStream:
+        is_shown = bool(delta.text or delta.reasoning or delta.tool_calls or any(text_logprobs([delta])))
+        return map(event, self._formatter.delta(delta) if is_shown else [])
 
-def _problem(error: LongleafError, names: Names) -> HttpProblem:
-    return problem_of(error, names, MISSING)
+    async def finish(self, finished: Finished) -> EventStream:
+        return [event(self._formatter.finish(finished, await self._sources.choice_fields(finished)))]
 
+    def end(self, ends: list[Finished]) -> EventStream:
+        if self._formatter.with_usage:
+            yield event(self._formatter.last(usage_of(ends), exactness_of(ends)))
+        yield DONE
 
-async def _stream(
-    first: Event,
-    events: AsyncGenerator[Event, None],
-    formatter: ChunkFormatter,
-    sources: SourceReader,
-    note: Callable[[Event], None],
-    names: Names,
-) -> AsyncGenerator[bytes, None]:
-    del first  # it means that the request was admitted; `waiting` has reported its queue position
-    for chunk in formatter.begin():
-        yield event(chunk)
-    ends = list[Finished]()
-    try:
-        async with aclosing(events):
-            async for item in events:
-                match item:
-                    case Delta() if _is_shown(item):
-                        for chunk in formatter.delta(item):
-                            yield event(chunk)
-                    case Finished():
-                        ends.append(item)
-                        yield event(formatter.finish(item, await sources.choice_fields(item)))
-                    case _:
-                        note(item)
-        if len(ends) < formatter.num_samples:
-            raise Unavailable("the service ended the stream before the end of the answer")
-    except LongleafError as error:
-        yield event(_problem(error, names).body, "error")
-        return
-    if formatter.with_usage:
-        yield event(formatter.last(usage_of(ends), exactness_of(ends)))
-    yield DONE
+    def error(self, problem: HttpProblem) -> bytes:
+        return event(problem.body, "error")
 
-
-async def _whole(
-    events: AsyncGenerator[Event, None], formatter: ChunkFormatter, sources: SourceReader
-) -> dict[str, Any]:
-    deltas: list[list[Delta]] = [[] for _ in range(formatter.num_samples)]
-    ends = dict[int, Finished]()
-    async with aclosing(events):
-        async for event in events:
-            match event:
-                case Delta(sample=sample):
-                    deltas[sample].append(event)
-                case Finished(sample=sample):
-                    ends[sample] = event
-                case _:
-                    pass
-    if len(ends) < formatter.num_samples:
-        raise Unavailable("the service ended the stream before the end of the answer")
-    ordered = [ends[sample] for sample in sorted(ends)]
-    fields = [await sources.choice_fields(end) for end in ordered]
-    return formatter.whole(deltas, ordered, fields, usage_of(ordered)) | exactness_of(ordered)
+    async def whole(self, deltas: list[list[Delta]], ends: list[Finished]) -> dict[str, Any]:
+        fields = [await self._sources.choice_fields(end) for end in ends]
+        return self._formatter.whole(deltas, ends, fields, usage_of(ends)) | exactness_of(ends)
 
 
 def exactness_of(ends: list[Finished]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from starlette.responses import Response
 
 from gateway.bodies import MemoryLease, body_of, share_of
 from gateway.callers import client_of, peer_of
-from gateway.models import model_name
+from gateway.generations import argument_pieces
+from gateway.models import model_name, target_of
 from gateway.openai.answers import (
     PendingCompletion,
     answer,
@@ -20,23 +21,22 @@ from gateway.openai.answers import (
     text_logprobs,
 )
 from gateway.openai.lengths import with_length
-from gateway.openai.models import target_of
 from gateway.openai.requests import ChatCompletionRequest, decode_chat
 from gateway.openai.response_format import NAMES as FORMAT_NAMES
 from gateway.openai.sources import NAMES as SOURCE_NAMES
 from gateway.openai.sources import annotation_fields, source_reader
 from longleaf.sampling import Logprobs
-from longleaf.types import Delta, Finished, ToolCall
+from longleaf.types import Delta, Finished, GenerateOptions, ToolCall
 
 NAMES = {
     "return_token_bytes": "logprobs",
     "text": "messages",
     "chat_template_kwargs.reasoning_effort": "reasoning_effort",
+    "require_tool_call": "tool_choice",
+    "required_tool": "tool_choice",
     **SOURCE_NAMES,
     **FORMAT_NAMES,
 }
-ARGUMENTS_PIECE = 1 << 14
-"""Maximum characters of a piece of arguments in a stream."""
 
 
 async def chat(request: Request) -> Response:
@@ -50,18 +50,22 @@ async def _start_completion(request: Request, share: MemoryLease) -> PendingComp
     served = await model_name(request, client)  # authenticates the caller before the body is read
     requested, conversation, ignored = await body_of(request, share, decode_chat)
     target = target_of(served, requested.model, requested.context)
-    given = requested.max_completion_tokens if requested.max_tokens is None else requested.max_tokens
-    options = with_length(requested.options(peer_of(request)), given)
     sources = source_reader(client, request, requested.sources, target.context)
-    options |= requested.chat_options()
-    if requested.logprobs:
-        options |= {"num_logprobs": requested.top_logprobs or 0, "with_token_bytes": True}
-    events = client.generate(conversation, context=target.context, **options)
+    events = client.generate(conversation, context=target.context, **generate_options(requested, peer_of(request)))
     names = NAMES | {"context": "model" if requested.context is None else "context"}
     if requested.max_tokens is None and requested.max_completion_tokens is not None:
         names["sampling.max_token_count"] = "max_completion_tokens"
     formatter = ChatChunkFormatter(target.model, requested)
     return PendingCompletion(events, formatter, sources, requested.stream, names, ignored)
+
+
+def generate_options(requested: ChatCompletionRequest, peer: str) -> GenerateOptions:
+    """The client's options for a chat request. Raises HttpProblem that names the field."""
+    given = requested.max_completion_tokens if requested.max_tokens is None else requested.max_tokens
+    options = with_length(requested.options(peer), given) | requested.chat_options()
+    if requested.logprobs:
+        options |= {"num_logprobs": requested.top_logprobs or 0, "with_token_bytes": True}
+    return options
 
 
 class ChatChunkFormatter:
@@ -145,8 +149,8 @@ def _call(call: ToolCall, arguments: str) -> dict[str, Any]:
 def _call_pieces(index: int, call: ToolCall) -> Iterator[dict[str, Any]]:
     """The pieces of a call in a stream: id and name first, then the arguments."""
     yield {"index": index, **_call(call, "")}
-    for start in range(0, len(call.arguments), ARGUMENTS_PIECE):
-        yield {"index": index, "function": {"arguments": call.arguments[start : start + ARGUMENTS_PIECE]}}
+    for piece in argument_pieces(call):
+        yield {"index": index, "function": {"arguments": piece}}
 
 
 def _choice(sample: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from gateway.bodies import MemoryLease, body_of, share_of
 from gateway.callers import client_of, peer_of
-from gateway.models import model_name
+from gateway.models import model_name, target_of
 from gateway.openai.answers import (
     PendingCompletion,
     answer,
@@ -21,7 +21,6 @@ from gateway.openai.answers import (
     text_logprobs,
 )
 from gateway.openai.lengths import with_length
-from gateway.openai.models import target_of
 from gateway.openai.requests import TextCompletionRequest, decode_text
 from gateway.openai.response_format import NAMES as FORMAT_NAMES
 from gateway.openai.sources import NAMES as SOURCE_NAMES

@@ -1,6 +1,6 @@
 """The models endpoints: the served model, and each context as a model."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -8,18 +8,9 @@ from starlette.responses import Response
 from gateway.bodies import json_response
 from gateway.callers import client_of, with_deadline
 from gateway.errors import HttpProblem
+from gateway.models import missing_model, split_model
 from longleaf.errors import NotFound
-from longleaf.types import CONTEXT_ID, Context, ModelInfo
-
-MISSING = "model_not_found"
-
-
-class ModelTarget(NamedTuple):
-    """The model and the context that a request names."""
-
-    model: str
-    """The name in the request."""
-    context: str | None
+from longleaf.types import Context, ModelInfo
 
 
 async def list_models(request: Request) -> Response:
@@ -33,13 +24,13 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request) -> Response:
     client, requested = client_of(request), request.path_params["id"]
     cluster = await with_deadline(client.cluster())
-    target = _split(requested, cluster.model.name)
+    target = split_model(requested, cluster.model.name)
     if target.context is None:
         return json_response(_model(cluster.model))
     try:
         return json_response(_of_context(cluster.model, await with_deadline(client.get_context(target.context))))
     except NotFound:
-        raise _missing(requested) from None
+        raise missing_model(requested) from None
 
 
 async def embeddings(request: Request) -> Response:
@@ -63,31 +54,3 @@ def _model(model: ModelInfo, context: str = "", created: float = 0) -> dict[str,
 def _of_context(model: ModelInfo, context: Context) -> dict[str, Any]:
     more = {"context": context.id, "tokens": context.tokens, "display_name": context.display_name}
     return _model(model, context.id, context.created) | more
-
-
-def target_of(served: str, model: str, context: str | None) -> ModelTarget:
-    """The target of a request with this model and, optionally, this context; `served` is the name of the served model.
-    Raises HttpProblem."""
-    target = _split(model, served)
-    if context is None or target.context == context:
-        return target
-    if target.context is not None:
-        message = f"context: is {context[:100]}, and model names {target.context}"
-        raise HttpProblem(400, message, param="context", code="invalid_value")
-    if CONTEXT_ID.fullmatch(context) is None:
-        raise HttpProblem(400, "context: is not a valid context name", param="context", code="invalid_value")
-    return ModelTarget(model, context)
-
-
-def _split(requested: str, name: str) -> ModelTarget:
-    """Raises HttpProblem unless the name is that of the model, or of a context as a model."""
-    if requested == name:
-        return ModelTarget(requested, None)
-    context = requested.removeprefix(f"{name}:")
-    if context == requested or CONTEXT_ID.fullmatch(context) is None:
-        raise _missing(requested)
-    return ModelTarget(requested, context)
-
-
-def _missing(requested: str) -> HttpProblem:
-    return HttpProblem(404, f"the model {requested[:300]} does not exist", param="model", code=MISSING)

@@ -53,7 +53,7 @@ fields."""
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Bias = Annotated[dict[str, float], Meta(max_length=1024)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-NO_CONSTRAINT = "is not supported: calls cannot be constrained yet; use auto"
+TOOL_CHOICES = 'must be none, auto, required, or {"type": "function", "function": {"name": ...}}'
 MAX_STOPS = 16
 MAX_EXACT_FLOAT = 1 << 53
 """Up to this value every integer has an exact float."""
@@ -127,6 +127,18 @@ class ChatCompletionRequest(CompletionRequest, frozen=True, kw_only=True, forbid
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
+    @property
+    def named_tool(self) -> str | None:
+        """The name of the function that `tool_choice` selects; None if it selects none. Raises HttpProblem."""
+        if not isinstance(self.tool_choice, dict):
+            return None
+        function = self.tool_choice.get("function")
+        name = cast(dict[str, Any], function).get("name") if isinstance(function, dict) else None
+        if self.tool_choice.get("type") != "function" or not isinstance(name, str) or not name:
+            message = f"tool_choice: {TOOL_CHOICES}"
+            raise HttpProblem(400, message, param="tool_choice", code="invalid_value")
+        return name
+
     def chat_options(self) -> GenerateOptions:
         """The client's options for the chat template, and for tools."""
         tools = self.tools if self.tool_choice != "none" else []
@@ -134,6 +146,8 @@ class ChatCompletionRequest(CompletionRequest, frozen=True, kw_only=True, forbid
             "tools": tools,
             "parse_answer": True,
             "single_tool_call": bool(tools) and not self.parallel_tool_calls,
+            "require_tool_call": self.tool_choice == "required",
+            "required_tool": "" if self.named_tool is None else self.named_tool,
         }
         variables = self.chat_template_kwargs or {}
         if self.reasoning_effort is not None:
@@ -189,6 +203,13 @@ def decode_chat(raw: dict[str, Any]) -> tuple[ChatCompletionRequest, Conversatio
     if not isinstance(messages, list) or not messages:
         raise HttpProblem(400, "messages: give at least one", param="messages", code="invalid_value")
     turns = cast(list[object], messages)
+    requested = chat_request(given)
+    conversation = Conversation(tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns)))
+    return requested, conversation, ignored_fields(raw)
+
+
+def chat_request(given: dict[str, Any]) -> ChatCompletionRequest:
+    """The request with these fields, without its messages. Raises HttpProblem that names the field."""
     requested = converted(given, ChatCompletionRequest)
     if requested.top_logprobs is not None and not requested.logprobs:
         raise HttpProblem(400, "top_logprobs: needs logprobs", param="top_logprobs", code="invalid_value")
@@ -197,19 +218,14 @@ def decode_chat(raw: dict[str, Any]) -> tuple[ChatCompletionRequest, Conversatio
         raise HttpProblem(400, message, param="max_completion_tokens", code="invalid_value")
     check_stream(requested)
     _check_tool_choice(requested)
-    conversation = Conversation(tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns)))
-    return requested, conversation, ignored_fields(raw)
+    return requested
 
 
 def _check_tool_choice(request: ChatCompletionRequest) -> None:
     """Raises HttpProblem unless the choice can be honoured."""
     choice, effort = request.tool_choice, (request.chat_template_kwargs or {}).get("reasoning_effort")
-    if isinstance(choice, dict) or choice == "required":
-        wanted = choice if isinstance(choice, str) else "a named function"
-        message = f"tool_choice: {wanted} {NO_CONSTRAINT}"
-        raise HttpProblem(400, message, param="tool_choice", code="unsupported_parameter")
-    if choice not in ("auto", "none"):
-        raise HttpProblem(400, "tool_choice: must be auto or none", param="tool_choice", code="invalid_value")
+    if request.named_tool is None and choice not in ("auto", "none", "required"):
+        raise HttpProblem(400, f"tool_choice: {TOOL_CHOICES}", param="tool_choice", code="invalid_value")
     if request.reasoning_effort is not None and effort not in (None, request.reasoning_effort):
         message = "reasoning_effort: differs from chat_template_kwargs.reasoning_effort"
         raise HttpProblem(400, message, param="reasoning_effort", code="invalid_value")

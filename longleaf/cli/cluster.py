@@ -75,7 +75,7 @@ def to_json(found: Cluster) -> object:
     if not is_hidden(found):
         return found
     fields: dict[str, Any] = msgspec.to_builtins(found)
-    fields |= dict.fromkeys(("running", "waiting", "window_tokens"))
+    fields |= dict.fromkeys(("running", "waiting", "window_tokens", "states"))
     fields["workers"] = [
         worker | dict.fromkeys(("pid", "address", "tokens", "kv_bytes")) for worker in fields["workers"]
     ]
@@ -105,6 +105,7 @@ def headlines(found: Cluster) -> list[str]:
         f"world size {found.world_size} by {found.launcher}, epoch {found.epoch}",
         *merge_lines(found),
         *window_lines(found),
+        *state_lines(found),
         *weight_lines(found),
         f"answers are {exactness_line(found)}",
         *([] if is_hidden(found) else [f"{found.running} running, {found.waiting} waiting"]),
@@ -155,6 +156,14 @@ def window_lines(found: Cluster) -> list[str]:
         return []
     resident = "" if is_hidden(found) else f"{found.window_tokens:,} of "
     return [f"keys of windowed layers on every rank, {resident}{found.max_window_tokens:,} tokens"]
+
+
+def state_lines(found: Cluster) -> list[str]:
+    """The use of the pool of recurrent states."""
+    if not found.max_states:
+        return []
+    resident = "" if is_hidden(found) else f"{found.states:,} of "
+    return [f"recurrent states on every rank, {resident}{found.max_states:,}, {human_bytes(found.state_bytes)} each"]
 
 
 def weight_lines(found: Cluster) -> list[str]:

@@ -143,17 +143,27 @@ def fork_context(
     tokens: Annotated[
         int | None, typer.Option(help="Length of the new context.", show_default="all tokens", metavar="TOKENS")
     ] = None,
+    recompute: Annotated[
+        bool,
+        typer.Option(
+            "--recompute",
+            help="Where the context cannot be continued, compute the tokens after the nearest position before again.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Create a context from another one, or from its beginning.
 
-    Nothing is copied: both contexts share the keys and values of the common tokens.
+    Nothing is copied: both contexts share the keys and values of the common tokens. Models with recurrent states can be
+    continued at the ends of documents only; elsewhere the fork is refused, unless --recompute is given.
 
     Example: longleaf contexts fork book draft --tokens 5000
     """
     with connect(server) as client:
-        context = client.fork_context(name, new_name, num_tokens=tokens)
+        context = client.fork_context(name, new_name, num_tokens=tokens, recompute=recompute)
     _show(context, as_json)
+    if context.recomputed_tokens and not as_json:
+        print(f"{context.recomputed_tokens:,} tokens were computed again")
 
 
 @app.command("update")

@@ -16,10 +16,11 @@ from longleaf.service_settings import GatewayConfig
 def gateway(config: GatewayConfig, as_json: AsJson = False) -> None:
     """Run an HTTP gateway in front of a service.
 
-    The gateway serves the OpenAI-compatible API, an API for contexts, and a web page. It prints
-    `listening on http://HOST:PORT`; with --json, {"http": "http://HOST:PORT"}. It has no state: it may be restarted or
-    replicated while the service runs. It forwards the header `Authorization: Bearer CREDENTIAL` to the service, which
-    checks the credential. `longleaf serve --http PORT` starts a gateway together with the service.
+    The gateway serves the OpenAI-compatible API, Anthropic's Messages API, an API for contexts, and a web page. It
+    prints `listening on http://HOST:PORT`; with --json, {"http": "http://HOST:PORT"}. It may be restarted or replicated
+    while the service runs, but the stored responses of /v1/responses are in the memory of one gateway. It forwards the
+    header `Authorization: Bearer CREDENTIAL` to the service, which checks the credential. `longleaf serve --http PORT`
+    starts a gateway together with the service.
 
     Example: longleaf gateway --server localhost:50051 --port 8000
     """

@@ -296,6 +296,8 @@ def exactness_of(attention: AttentionReport) -> str:
     """The known exactness, for the end of the verdict."""
     if attention.is_exact:
         return " and exact"
+    if attention.is_exact is False:
+        return f"; not exact: {attention.exactness_note}"
     more = "" if attention.has_weights else "; --load compares it with plain attention"
     return f"; exactness unknown: {attention.exactness_note}{more}"
 
@@ -324,7 +326,7 @@ def _plan_summary(plan: CapacityPlan, is_running: bool) -> str:
     where = f"on the running {ranks}" if is_running else f"on {ranks}"
     ends = f"; {plan.ends:,} ends of contexts, {plan.window_tokens:,} tokens on each rank" if plan.ends else ""
     if plan.num_states:
-        ends = f"; {plan.num_states:,} recurrent states on each rank, for ends of contexts and generations"
+        ends = f"; {plan.num_states:,} recurrent states on each rank, for {plan.ends:,} contexts of one document"
     if plan.is_unlimited:
         return f"any number of tokens {where}{ends}"
     sizes = {(room.kv_bytes, room.tokens) for room in plan.rooms}

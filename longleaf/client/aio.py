@@ -300,11 +300,19 @@ class AsyncClient:
         )
 
     async def fork_context(
-        self, context: str, new_context: str, *, num_tokens: int | None = None, timeout: float | None = None
+        self,
+        context: str,
+        new_context: str,
+        *,
+        num_tokens: int | None = None,
+        recompute: bool = False,
+        timeout: float | None = None,
     ) -> Context:
         """Creates a context from the first `num_tokens` tokens of another one (default: all). The two share these
-        tokens; nothing is copied. Raises NotFound, AlreadyExists."""
-        request = codec.encode_fork(ForkContext(context, new_context, num_tokens))
+        tokens; nothing is copied. Models with recurrent states can be continued at some positions only: elsewhere the
+        fork is refused or, with `recompute`, the tokens after the nearest one before are computed again. Raises
+        NotFound, AlreadyExists, InvalidArgument."""
+        request = codec.encode_fork(ForkContext(context, new_context, num_tokens, recompute))
         return await self._calls.once(self._contexts.ForkContext, "ForkContext", request, codec.decode_context, timeout)
 
     async def recompute_context(self, context: str, *, timeout: float | None = None) -> Context:

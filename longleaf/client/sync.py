@@ -146,9 +146,16 @@ class Client:
         return self._loop.run(self._client.update_context, context, timeout=timeout, **settings)
 
     def fork_context(
-        self, context: str, new_context: str, *, num_tokens: int | None = None, timeout: float | None = None
+        self,
+        context: str,
+        new_context: str,
+        *,
+        num_tokens: int | None = None,
+        recompute: bool = False,
+        timeout: float | None = None,
     ) -> Context:
-        return self._loop.run(self._client.fork_context, context, new_context, num_tokens=num_tokens, timeout=timeout)
+        given: dict[str, Any] = {"num_tokens": num_tokens, "recompute": recompute, "timeout": timeout}
+        return self._loop.run(self._client.fork_context, context, new_context, **given)
 
     def recompute_context(self, context: str, *, timeout: float | None = None) -> Context:
         return self._loop.run(self._client.recompute_context, context, timeout=timeout)

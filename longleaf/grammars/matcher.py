@@ -24,6 +24,10 @@ llguidance's own limits allow 250 ms, and the states of an answer take at most 4
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 """Ends each grammar. Without it, a mask permits only one division of a fixed text into tokens, that of the tokenizer:
 with it, all divisions."""
+MAX_FORCED, MAX_FORCED_BYTES = 32, 256
+"""Tokens of forced text that are reported, and bytes that are divided into tokens."""
+SPECIAL = b"\xff"
+"""Begins a special token in the bytes that llguidance reports."""
 MAX_REASON = 300
 """Characters of a reported error."""
 TOO_COMPLEX = "is too complex at this point of the answer"
@@ -40,11 +44,12 @@ class GrammarMatcher:
         matcher = LLMatcher(
             vocabulary.tokens, grammar, log_level=0, limits=LLParserLimits(**limits, verbose_errors=False)
         )
-        self._set(matcher, vocabulary.size, tuple(end_tokens))
+        self._set(matcher, vocabulary, tuple(end_tokens))
 
-    def _set(self, matcher: LLMatcher, size: int, end_tokens: tuple[int, ...]) -> None:
+    def _set(self, matcher: LLMatcher, vocabulary: GrammarVocabulary, end_tokens: tuple[int, ...]) -> None:
         self._matcher = matcher
-        self._size = size
+        self._vocabulary = vocabulary
+        self._size = vocabulary.size
         self._end_tokens = end_tokens
         self._mask: Mask | None = None
         self._has_ended = False
@@ -54,7 +59,7 @@ class GrammarMatcher:
     def copy(self, end_tokens: Collection[int]) -> "GrammarMatcher":
         """An independent matcher in the same state, for an answer with these end tokens."""
         other = GrammarMatcher.__new__(GrammarMatcher)
-        other._set(self._matcher.deep_copy(), self._size, tuple(end_tokens))
+        other._set(self._matcher.deep_copy(), self._vocabulary, tuple(end_tokens))
         return other
 
     @property
@@ -73,6 +78,29 @@ class GrammarMatcher:
         if self._mask is None or len(self._mask) != size:
             self._mask = self._compute(size)
         return self._mask
+
+    def forced(self) -> list[int]:
+        """Tokens of the text that must follow, at most MAX_FORCED: the longest ones, from the left. The model may
+        choose other tokens for the text.
+        """
+        if self.error or self._has_ended:
+            return []
+        forced, _, _ = self._matcher.compute_ff_bytes()[:MAX_FORCED_BYTES].partition(SPECIAL)
+        text = forced.decode(errors="ignore")
+        return self._vocabulary.tokens.greedy_tokenize(text)[:MAX_FORCED] if text else []
+
+    def allowed_behind(self, drafts: Sequence[int], size: int) -> list[Mask]:
+        """The tokens that may follow each of `drafts`, if the ones before it are added to the answer as well. None may
+        follow a draft that ends the answer or that is not allowed. The state does not change.
+        """
+        found, walker, is_open = [self.allowed(size)], self.copy(self._end_tokens), not self.error
+        for draft in drafts:
+            is_open = is_open and bool(found[-1][draft])
+            if is_open:
+                walker.accept(draft)
+                is_open = not (walker.error or walker.has_ended)
+            found.append(walker.allowed(size) if is_open else np.zeros(size, dtype=np.bool_))
+        return found[1:]
 
     def _compute(self, size: int) -> Mask:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)

@@ -307,6 +307,9 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """Sequences whose grammar allows no text after the token of this step."""
     unmatched: dict[int, str] = msgspec.field(default_factory=dict[int, str])
     """Sequences without a token, because of their grammar, and the reason. They cannot continue."""
+    forced: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict[int, tuple[int, ...]])
+    """By sequence, tokens of the text that its grammar forces after the tokens of this step. The model may divide the
+    text into other tokens."""
     has_finite_keys: bool = True
     """Whether all keys and values of a chunk are finite, on all ranks; otherwise the chunk must not be read."""
     comparisons: dict[int, Verification] = msgspec.field(default_factory=dict[int, Verification])

@@ -173,6 +173,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens whose sliding-window keys every rank holds."""
     max_window_tokens: int = 0
     """Capacity of the sliding-window pool in tokens; 0 if sharded, and for models without such layers."""
+    states: int = 0
+    """Recurrent states in use, for contexts and requests. Every rank holds all of them."""
+    max_states: int = 0
+    """Capacity of the pool of recurrent states; 0 for models without any."""
+    state_bytes: int = 0
+    """Bytes of one recurrent state on each rank; 0 for models without any."""
     intra_node_transport: str = ""
     """Transport of partials between the ranks of one node; empty if no node has several."""
     inter_node_transport: str = ""

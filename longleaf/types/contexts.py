@@ -77,6 +77,8 @@ class Context(msgspec.Struct, frozen=True):
     """Reason why the keys and values are not exact; empty if they are."""
     dequantization: str = ""
     """The stored layout and the computed type of quantized weights; see Finished."""
+    recomputed_tokens: int = 0
+    """Only in the result of a fork: tokens that were computed again, see ForkContext."""
 
 
 class ContextSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,11 +155,13 @@ class RecomputeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForkContext(msgspec.Struct, frozen=True):
-    """A request for a context of the first `tokens` tokens of another one; None copies all."""
+    """A request for a context of the first `tokens` tokens of another one; None copies all. If the other one cannot be
+    continued there, `recompute` computes tokens again from the nearest position before."""
 
     source: str
     context: str
     tokens: int | None = None
+    recompute: bool = False
 
 
 class IngestHeader(SchedulingOptions, frozen=True):

@@ -48,6 +48,10 @@ class GenerateOptions(SamplingOptions, SchedulingKwargs, total=False):
     """Split the answer into reasoning, tool calls and text."""
     single_tool_call: bool
     """End the answer after its first tool call. Requires `parse_answer`."""
+    require_tool_call: bool
+    """Constrain the answer to tool calls, after reasoning if the model reasons."""
+    required_tool: str
+    """Name of the tool that the answer must call, once."""
     with_token_bytes: bool
     """With `num_logprobs`: also return the bytes of each token."""
     until_full: bool
@@ -85,6 +89,10 @@ class Generate(SchedulingOptions, frozen=True, kw_only=True):
     """The answer is split into reasoning, tool calls and text."""
     single_tool_call: bool = False
     """The answer ends after its first tool call."""
+    require_tool_call: bool = False
+    """The answer is constrained to tool calls, after reasoning if the model reasons."""
+    required_tool: str = ""
+    """Name of the tool that the answer must call, once; empty: any."""
     sampling: SamplingParams
     with_token_bytes: bool = False
     """Logprobs include the bytes of their tokens."""

@@ -28,10 +28,11 @@ def is_json_object(text: str) -> bool:
 
 def parse_json(text: str) -> Any:
     """Parses strict JSON: without NaN. Raises ValueError or RecursionError."""
-    return json.loads(text, parse_constant=_refuse_constant)
+    return json.loads(text, parse_constant=refuse_constant)
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
+    """Raises ValueError for a constant that Python's parser accepts and JSON lacks, such as NaN."""
     raise ValueError(f"{name} is not JSON")
 
 
@@ -54,9 +55,8 @@ def check_tools(tools: Sequence[object]) -> tuple[dict[str, Any], ...]:
             raise InvalidArgument(f"tools[{i}].function.description", "must be a string")
         if function.get("parameters") is not None:
             _object(function["parameters"], f"tools[{i}].function.parameters")
-        if function.get("strict"):
-            message = "is not supported: it needs constrained decoding; omit it, and check the arguments of calls"
-            raise InvalidArgument(f"tools[{i}].function.strict", message)
+        if not isinstance(function.get("strict"), bool | None):
+            raise InvalidArgument(f"tools[{i}].function.strict", "must be true or false")
         if _depth(definition) > MAX_DEPTH:
             raise InvalidArgument(f"tools[{i}]", f"is nested more than {MAX_DEPTH} levels deep")
         names.add(name)

@@ -97,7 +97,7 @@ class Worker(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., token_count: _Optional[int] = ..., max_token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., max_kv_bytes: _Optional[int] = ..., kernels: _Optional[str] = ..., address: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., weight_part_count: _Optional[int] = ...) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count", "transport", "merge_timings", "exact", "exactness_note", "dequantization", "block_token_count", "window_keys", "window_token_count", "max_window_token_count", "intra_node_transport", "inter_node_transport", "tier_merges", "recovery", "losses", "storage", "drafting", "missing_weights")
+    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count", "transport", "merge_timings", "exact", "exactness_note", "dequantization", "block_token_count", "window_keys", "window_token_count", "max_window_token_count", "state_count", "max_state_count", "state_bytes", "intra_node_transport", "inter_node_transport", "tier_merges", "recovery", "losses", "storage", "drafting", "missing_weights")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,9 @@ class Cluster(_message.Message):
     WINDOW_KEYS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     MAX_WINDOW_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    STATE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MAX_STATE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     INTRA_NODE_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     INTER_NODE_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     TIER_MERGES_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +143,9 @@ class Cluster(_message.Message):
     window_keys: str
     window_token_count: int
     max_window_token_count: int
+    state_count: int
+    max_state_count: int
+    state_bytes: int
     intra_node_transport: str
     inter_node_transport: str
     tier_merges: _containers.RepeatedCompositeFieldContainer[TierMerge]
@@ -148,7 +154,7 @@ class Cluster(_message.Message):
     storage: Storage
     drafting: Drafting
     missing_weights: float
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ..., transport: _Optional[str] = ..., merge_timings: _Optional[_Iterable[_Union[MergeTiming, _Mapping]]] = ..., exact: _Optional[bool] = ..., exactness_note: _Optional[str] = ..., dequantization: _Optional[str] = ..., block_token_count: _Optional[int] = ..., window_keys: _Optional[str] = ..., window_token_count: _Optional[int] = ..., max_window_token_count: _Optional[int] = ..., intra_node_transport: _Optional[str] = ..., inter_node_transport: _Optional[str] = ..., tier_merges: _Optional[_Iterable[_Union[TierMerge, _Mapping]]] = ..., recovery: _Optional[_Union[Recovery, _Mapping]] = ..., losses: _Optional[_Iterable[_Union[Loss, _Mapping]]] = ..., storage: _Optional[_Union[Storage, _Mapping]] = ..., drafting: _Optional[_Union[Drafting, _Mapping]] = ..., missing_weights: _Optional[float] = ...) -> None: ...
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ..., transport: _Optional[str] = ..., merge_timings: _Optional[_Iterable[_Union[MergeTiming, _Mapping]]] = ..., exact: _Optional[bool] = ..., exactness_note: _Optional[str] = ..., dequantization: _Optional[str] = ..., block_token_count: _Optional[int] = ..., window_keys: _Optional[str] = ..., window_token_count: _Optional[int] = ..., max_window_token_count: _Optional[int] = ..., state_count: _Optional[int] = ..., max_state_count: _Optional[int] = ..., state_bytes: _Optional[int] = ..., intra_node_transport: _Optional[str] = ..., inter_node_transport: _Optional[str] = ..., tier_merges: _Optional[_Iterable[_Union[TierMerge, _Mapping]]] = ..., recovery: _Optional[_Union[Recovery, _Mapping]] = ..., losses: _Optional[_Iterable[_Union[Loss, _Mapping]]] = ..., storage: _Optional[_Union[Storage, _Mapping]] = ..., drafting: _Optional[_Union[Drafting, _Mapping]] = ..., missing_weights: _Optional[float] = ...) -> None: ...
 
 class Drafting(_message.Message):
     __slots__ = ("drafted_token_count", "accepted_token_count", "tokens_per_step")

@@ -26,19 +26,19 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19longleaf/v1/context.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc4\x04\n\x07\x43ontext\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0btoken_count\x18\x02 \x01(\x03\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x0brank_shares\x18\x06 \x03(\x0b\x32\x16.longleaf.v1.RankShare\x12\x14\n\x0c\x64isplay_name\x18\x07 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06pinned\x18\t \x01(\x08\x12&\n\x03ttl\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rposition_info\x18\x0b \x01(\x0b\x32\x19.longleaf.v1.PositionInfo\x12\r\n\x05\x65xact\x18\x0f \x01(\x08\x12\x16\n\x0e\x65xactness_note\x18\x14 \x01(\t\x12\x16\n\x0e\x64\x65quantization\x18\x15 \x01(\t\x12(\n\x05state\x18\x10 \x01(\x0e\x32\x19.longleaf.v1.ContextState\x12\x15\n\rstorage_bytes\x18\x11 \x01(\x03\x12\x31\n\rlast_use_time\x18\x12 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\thit_count\x18\x13 \x01(\x03\"\xa2\x01\n\x0cPositionInfo\x12\x1c\n\x14\x63\x61pacity_token_count\x18\x01 \x01(\x03\x12\x11\n\trope_type\x18\x02 \x01(\t\x12\x11\n\tprecision\x18\x03 \x01(\t\x12\x1a\n\x12scaled_token_count\x18\x04 \x01(\x03\x12\x13\n\x0bphase_error\x18\x05 \x01(\x01\x12\x1d\n\x15\x62\x65yond_trained_length\x18\x06 \x01(\x08\"@\n\tRankShare\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x13\n\x0btoken_count\x18\x02 \x01(\x03\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x03*\x81\x01\n\x0c\x43ontextState\x12\x1d\n\x19\x43ONTEXT_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x43ONTEXT_STATE_RESIDENT\x10\x01\x12\x19\n\x15\x43ONTEXT_STATE_EVICTED\x10\x02\x12\x1b\n\x17\x43ONTEXT_STATE_RESTORING\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19longleaf/v1/context.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xe4\x04\n\x07\x43ontext\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0btoken_count\x18\x02 \x01(\x03\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x0brank_shares\x18\x06 \x03(\x0b\x32\x16.longleaf.v1.RankShare\x12\x14\n\x0c\x64isplay_name\x18\x07 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06pinned\x18\t \x01(\x08\x12&\n\x03ttl\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rposition_info\x18\x0b \x01(\x0b\x32\x19.longleaf.v1.PositionInfo\x12\r\n\x05\x65xact\x18\x0f \x01(\x08\x12\x16\n\x0e\x65xactness_note\x18\x14 \x01(\t\x12\x16\n\x0e\x64\x65quantization\x18\x15 \x01(\t\x12(\n\x05state\x18\x10 \x01(\x0e\x32\x19.longleaf.v1.ContextState\x12\x15\n\rstorage_bytes\x18\x11 \x01(\x03\x12\x31\n\rlast_use_time\x18\x12 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\thit_count\x18\x13 \x01(\x03\x12\x1e\n\x16recomputed_token_count\x18\x16 \x01(\x03\"\xa2\x01\n\x0cPositionInfo\x12\x1c\n\x14\x63\x61pacity_token_count\x18\x01 \x01(\x03\x12\x11\n\trope_type\x18\x02 \x01(\t\x12\x11\n\tprecision\x18\x03 \x01(\t\x12\x1a\n\x12scaled_token_count\x18\x04 \x01(\x03\x12\x13\n\x0bphase_error\x18\x05 \x01(\x01\x12\x1d\n\x15\x62\x65yond_trained_length\x18\x06 \x01(\x08\"@\n\tRankShare\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x13\n\x0btoken_count\x18\x02 \x01(\x03\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x03*\x81\x01\n\x0c\x43ontextState\x12\x1d\n\x19\x43ONTEXT_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x43ONTEXT_STATE_RESIDENT\x10\x01\x12\x19\n\x15\x43ONTEXT_STATE_EVICTED\x10\x02\x12\x1b\n\x17\x43ONTEXT_STATE_RESTORING\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'longleaf.v1.context_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CONTEXTSTATE']._serialized_start=922
-  _globals['_CONTEXTSTATE']._serialized_end=1051
+  _globals['_CONTEXTSTATE']._serialized_start=954
+  _globals['_CONTEXTSTATE']._serialized_end=1083
   _globals['_CONTEXT']._serialized_start=108
-  _globals['_CONTEXT']._serialized_end=688
-  _globals['_POSITIONINFO']._serialized_start=691
-  _globals['_POSITIONINFO']._serialized_end=853
-  _globals['_RANKSHARE']._serialized_start=855
-  _globals['_RANKSHARE']._serialized_end=919
+  _globals['_CONTEXT']._serialized_end=720
+  _globals['_POSITIONINFO']._serialized_start=723
+  _globals['_POSITIONINFO']._serialized_end=885
+  _globals['_RANKSHARE']._serialized_start=887
+  _globals['_RANKSHARE']._serialized_end=951
 # @@protoc_insertion_point(module_scope)

@@ -23,7 +23,7 @@ CONTEXT_STATE_EVICTED: ContextState
 CONTEXT_STATE_RESTORING: ContextState
 
 class Context(_message.Message):
-    __slots__ = ("name", "token_count", "kv_bytes", "create_time", "update_time", "rank_shares", "display_name", "expire_time", "pinned", "ttl", "position_info", "exact", "exactness_note", "dequantization", "state", "storage_bytes", "last_use_time", "hit_count")
+    __slots__ = ("name", "token_count", "kv_bytes", "create_time", "update_time", "rank_shares", "display_name", "expire_time", "pinned", "ttl", "position_info", "exact", "exactness_note", "dequantization", "state", "storage_bytes", "last_use_time", "hit_count", "recomputed_token_count")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class Context(_message.Message):
     STORAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAST_USE_TIME_FIELD_NUMBER: _ClassVar[int]
     HIT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     name: str
     token_count: int
     kv_bytes: int
@@ -60,7 +61,8 @@ class Context(_message.Message):
     storage_bytes: int
     last_use_time: _timestamp_pb2.Timestamp
     hit_count: int
-    def __init__(self, name: _Optional[str] = ..., token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rank_shares: _Optional[_Iterable[_Union[RankShare, _Mapping]]] = ..., display_name: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., pinned: _Optional[bool] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., position_info: _Optional[_Union[PositionInfo, _Mapping]] = ..., exact: _Optional[bool] = ..., exactness_note: _Optional[str] = ..., dequantization: _Optional[str] = ..., state: _Optional[_Union[ContextState, str]] = ..., storage_bytes: _Optional[int] = ..., last_use_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., hit_count: _Optional[int] = ...) -> None: ...
+    recomputed_token_count: int
+    def __init__(self, name: _Optional[str] = ..., token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rank_shares: _Optional[_Iterable[_Union[RankShare, _Mapping]]] = ..., display_name: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., pinned: _Optional[bool] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., position_info: _Optional[_Union[PositionInfo, _Mapping]] = ..., exact: _Optional[bool] = ..., exactness_note: _Optional[str] = ..., dequantization: _Optional[str] = ..., state: _Optional[_Union[ContextState, str]] = ..., storage_bytes: _Optional[int] = ..., last_use_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., hit_count: _Optional[int] = ..., recomputed_token_count: _Optional[int] = ...) -> None: ...
 
 class PositionInfo(_message.Message):
     __slots__ = ("capacity_token_count", "rope_type", "precision", "scaled_token_count", "phase_error", "beyond_trained_length")

@@ -167,14 +167,16 @@ class ListContextsResponse(_message.Message):
     def __init__(self, contexts: _Optional[_Iterable[_Union[_context_pb2.Context, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class ForkContextRequest(_message.Message):
-    __slots__ = ("name", "new_name", "token_count")
+    __slots__ = ("name", "new_name", "token_count", "recompute")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NEW_NAME_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
     name: str
     new_name: str
     token_count: int
-    def __init__(self, name: _Optional[str] = ..., new_name: _Optional[str] = ..., token_count: _Optional[int] = ...) -> None: ...
+    recompute: bool
+    def __init__(self, name: _Optional[str] = ..., new_name: _Optional[str] = ..., token_count: _Optional[int] = ..., recompute: _Optional[bool] = ...) -> None: ...
 
 class UpdateContextRequest(_message.Message):
     __slots__ = ("context", "update_mask")

@@ -13,7 +13,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("context", "text", "token_ids", "conversation", "use_chat_template", "sampling", "sample_count", "request_id", "resume_duration", "resume_token_index", "priority", "client_id", "return_token_bytes", "until_full", "provenance", "hidden", "max_draft_token_count", "chat_template_kwargs", "constraint", "tools", "parse_answer", "single_tool_call")
+    __slots__ = ("context", "text", "token_ids", "conversation", "use_chat_template", "sampling", "sample_count", "request_id", "resume_duration", "resume_token_index", "priority", "client_id", "return_token_bytes", "until_full", "provenance", "hidden", "max_draft_token_count", "chat_template_kwargs", "constraint", "tools", "parse_answer", "single_tool_call", "require_tool_call", "required_tool")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,8 @@ class GenerateRequest(_message.Message):
     TOOLS_FIELD_NUMBER: _ClassVar[int]
     PARSE_ANSWER_FIELD_NUMBER: _ClassVar[int]
     SINGLE_TOOL_CALL_FIELD_NUMBER: _ClassVar[int]
+    REQUIRE_TOOL_CALL_FIELD_NUMBER: _ClassVar[int]
+    REQUIRED_TOOL_FIELD_NUMBER: _ClassVar[int]
     context: str
     text: str
     token_ids: _generation_pb2.TokenIds
@@ -58,7 +60,9 @@ class GenerateRequest(_message.Message):
     tools: _containers.RepeatedScalarFieldContainer[str]
     parse_answer: bool
     single_tool_call: bool
-    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., conversation: _Optional[_Union[_generation_pb2.Conversation, _Mapping]] = ..., use_chat_template: _Optional[bool] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., request_id: _Optional[str] = ..., resume_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., resume_token_index: _Optional[int] = ..., priority: _Optional[int] = ..., client_id: _Optional[str] = ..., return_token_bytes: _Optional[bool] = ..., until_full: _Optional[bool] = ..., provenance: _Optional[_Union[_generation_pb2.Provenance, _Mapping]] = ..., hidden: _Optional[_Iterable[_Union[_generation_pb2.TokenRange, _Mapping]]] = ..., max_draft_token_count: _Optional[int] = ..., chat_template_kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., tools: _Optional[_Iterable[str]] = ..., parse_answer: _Optional[bool] = ..., single_tool_call: _Optional[bool] = ...) -> None: ...
+    require_tool_call: bool
+    required_tool: str
+    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., conversation: _Optional[_Union[_generation_pb2.Conversation, _Mapping]] = ..., use_chat_template: _Optional[bool] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., request_id: _Optional[str] = ..., resume_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., resume_token_index: _Optional[int] = ..., priority: _Optional[int] = ..., client_id: _Optional[str] = ..., return_token_bytes: _Optional[bool] = ..., until_full: _Optional[bool] = ..., provenance: _Optional[_Union[_generation_pb2.Provenance, _Mapping]] = ..., hidden: _Optional[_Iterable[_Union[_generation_pb2.TokenRange, _Mapping]]] = ..., max_draft_token_count: _Optional[int] = ..., chat_template_kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., tools: _Optional[_Iterable[str]] = ..., parse_answer: _Optional[bool] = ..., single_tool_call: _Optional[bool] = ..., require_tool_call: _Optional[bool] = ..., required_tool: _Optional[str] = ...) -> None: ...
 
 class Constraint(_message.Message):
     __slots__ = ("json_schema", "json_object", "regex", "lark")

@@ -68,6 +68,8 @@ def test_installation_is_small_and_has_no_server(installed: Path) -> None:
     assert sum(path.lstat().st_size for path in packages.rglob("*") if path.is_file()) < MAX_BYTES
     shipped = (path.relative_to(packages).parts for path in packages.glob("**/*.py"))
     assert not [parts for parts in shipped if parts[0] in ("tests", "bench", "zoo") or parts[-1] == "fakes.py"]
+    code = {path.relative_to(packages) for path in packages.glob("longleaf/**/*.[ch]")}
+    assert code == {path.relative_to(ROOT) for path in ROOT.glob("longleaf/**/*.[ch]")}, "C code and its headers"
 
 
 def test_every_command_has_help_or_names_its_extra(installed: Path) -> None:

@@ -25,8 +25,10 @@ from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.service_settings import ServiceConfig
 from longleaf.types import Context, Delta, Finished, IngestProgress, Recovering
 from tests.support import forked
+from zoo.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}"
 
 
 class Service(ServiceProcess):
@@ -116,6 +118,28 @@ def test_acknowledged_contexts_survive_a_restart_with_the_same_answers(tmp_path:
         assert context.id == "twig"
         assert context.state in {"restoring", "resident"}
         assert ask(client, "twig", question)[0] == answers["twig"]
+
+
+@pytest.mark.extended
+def test_recurrent_states_survive_a_restart_with_the_same_answers(tmp_path: Path) -> None:
+    """Of Mamba-2 layers: on three ranks after two, and on one after the context has grown."""
+    model = make_checkpoint(tmp_path / "model", "granitemoehybrid", chat_template=TEMPLATE)
+    text = make_haystack(7, 6_000, 2, 0).text
+    with serving(tmp_path / "data", model=model) as (service, client):
+        for start in (0, 2_000):
+            client.ingest("book", text[start : start + 2_000], append=start > 0)
+        answer, _ = ask(client, "book", "Why?")
+        wait_until(lambda: client.get_context("book").storage_bytes > 0)
+        service.kill()
+    with serving(tmp_path / "data", 3, model=model) as (service, client):
+        assert client.get_context("book").state == "evicted"
+        assert ask(client, "book", "Why?") == (answer, True)
+        client.ingest("book", text[4_000:], append=True)
+        longer, _ = ask(client, "book", "Why?")
+        service.kill()
+    with serving(tmp_path / "data", 1, model=model) as (_, client):
+        assert ask(client, "book", "Why?") == (longer, True)
+        assert client.cluster().states > 0
 
 
 def test_data_folder_accepts_one_service_and_one_user(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def check_same(found, wanted):
         ("llama", 3, {"merge": "paper"}),
         ("gemma3", 2, {"window_keys": "replicated"}),
         ("deepseek_v3", 2, {}),
+        ("lfm2", 2, {}),
     ],
 )
 async def test_answers_of_a_batch_are_those_without_drafts(goldens, monkeypatch, family, world_size, settings, share):

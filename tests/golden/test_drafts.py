@@ -9,7 +9,7 @@ from longleaf.merge import MERGES
 from longleaf.rank_protocol.verdict import judge
 from longleaf.runs import until
 from longleaf.sampling import SamplingParams
-from tests.support.golden.drafted import SAMPLINGS, Drafting, guess, never, slots_of
+from tests.support.golden.drafted import SAMPLINGS, Drafting, guess, never, refuse, slots_of
 from tests.support.golden.epochs import Service, wipe
 from tests.support.golden.plain import LOGIT_TOLERANCE
 from tests.support.thinned import thinned
@@ -39,8 +39,8 @@ def drafting_of(golden, world_size, draft, *, on_device=False, **settings):
     service = Service(config_for(golden.folder, world_size=world_size, **settings))
     for rank in service.members if on_device else ():
         rank.sampler, rank.last_ids = DeviceSampler("cpu", 16), DeviceIds(16, "cpu")
-    is_replicated = settings.get("window_keys") == "replicated"
-    wrong = () if is_replicated else golden.prompt[: 90 + CUT][::-1][:90]
+    is_cut_at_ends = service.window_size == 1 or settings.get("window_keys") == "replicated"
+    wrong = () if is_cut_at_ends else golden.prompt[: 90 + CUT][::-1][:90]
     service.ingest(0, (), golden.prompt[:CUT] + wrong, 0, 200)
     service.ingest(1, (0,), golden.prompt[CUT:START], CUT, 128)
     return Drafting(service, draft)
@@ -93,6 +93,38 @@ def test_answers_and_keys_are_those_without_drafts(goldens, family, world_size, 
 @pytest.mark.parametrize(("family", "world_size", "kind"), WINDOWED)
 def test_replicated_windows_forget_what_was_refused(goldens, family, world_size, kind):
     compare(goldens(family), world_size, kind, window_keys="replicated")
+
+
+REFUSED = [(count, number) for count in (1, 2, 3) for number in range(count + 1)]
+"""Numbers of drafts in each step, and the number of the refused one, if there is one."""
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("family", "world_size"),
+    [("lfm2", 1), ("qwen3_next", 2), ("granitemoehybrid", 1), ("kimi_linear", 2), ("nemotron_h", 1), ("jamba", 3)],
+)
+def test_recurrent_states_are_those_without_drafts(goldens, family, world_size):
+    golden = goldens(family)
+    wanted, answers = answer_one(golden, world_size, never)
+    states = wanted.states(0)
+    for count, number in REFUSED:
+        found, _ = answer_one(golden, world_size, refuse(answers, count, number))
+        check_same(found, wanted, golden)
+        assert (found.num_refused > 0) == (number < count)
+        for (rank, part), state in found.states(0).items():
+            difference = (state - states[rank, part]).abs().max()
+            assert difference <= KEY_TOLERANCE * states[rank, part].abs().max()
+            assert torch.equal(state, found.states(0)[0, part]), "all ranks have the same bits"
+
+
+def answer_one(golden, world_size, draft):
+    """A single sequence, after a short context."""
+    service = Service(config_for(golden.folder, world_size=world_size, block_size=16, merge="gather", kv_bytes=8 << 20))
+    service.ingest(0, (), golden.prompt[:40], 0, 40)
+    drafting = Drafting(service, draft)
+    row = drafting.ask((0,), golden.prompt[40:49], 40, SAMPLINGS[0])
+    return drafting, drafting.answer([row], 10)
 
 
 @pytest.mark.sampled(1)

@@ -8,14 +8,17 @@ import signal
 import pytest
 import torch
 
+from coordinator.auth.quotas import UNLIMITED
 from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.cluster.rank_manager import RankManager
 from coordinator.cluster.replacement_supervisor import ReplacementSupervisor
 from coordinator.engine_messages import Prompt, SchedulingParams, Tokens
+from coordinator.handlers.context_forks import ContextForks
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.verdict import judge
 from longleaf.sampling import SamplingParams
+from longleaf.types import ForkContext
 from tests.support.golden.asking import MAX_TOKENS, answer, ask, compare, ingest
 from tests.support.golden.epochs import Service
 from tests.support.golden.plain import LOGIT_TOLERANCE, NEW_TOKENS
@@ -175,6 +178,9 @@ async def test_forks_within_a_segment_and_hidden_tokens_are_refused(goldens):
         await ingest(engine, "book", golden.prompt)
         with pytest.raises(InvalidArgument, match="a model with recurrent states.*nearest at"):
             await engine.fork_context("book", "fork", 500)
+        fork = await ContextForks(engine, UNLIMITED).fork(ForkContext("book", "fork", 500, recompute=True))
+        assert (fork.tokens, fork.recomputed_tokens) == (500, 500)
+        assert await answer(engine, golden.prompt[500:], "fork") == golden.tokens
         sampling = SamplingParams(max_tokens=1)
         with pytest.raises(InvalidArgument, match="tokens cannot be hidden"):
             engine.submit(Prompt(context="book", token_ids=(5,), sampling=sampling, hidden=((3, 9),)))

@@ -2,14 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
 from longleaf.checkpoints.quantization import quantize
+from longleaf.config import DtypeName
 from longleaf.errors import InvalidArgument, ModelRefused
-from tests.support.golden.plain import load_plain
 from workers.model.model import load
 from workers.quantize_checkpoint import fp8_block, int4, quantize_checkpoint
 from zoo.checkpoints import make_checkpoint
@@ -59,15 +61,29 @@ def test_blocks_that_are_not_full_and_zeros_are_quantized() -> None:
     assert ((weight - found).abs() <= weight.abs() * 2**-4 + 1e-4).all()
 
 
-def test_transformers_reads_fp8(tmp_path: Path) -> None:
-    """It dequantizes on CPUs, with the package accelerate only; the config and the names are those that it knows."""
-    source = make_checkpoint(tmp_path / "source", "llama", num_layers=1)
-    quantize_checkpoint(source, tmp_path / "quantized", "fp8-block")
-    config = json.loads((tmp_path / "quantized" / "config.json").read_text())["quantization_config"]
-    assert config["weight_block_size"] == [128, 128]
-    stored = load_file(tmp_path / "quantized" / "model.safetensors")
-    names = set(load_plain(source).state_dict())
-    assert {name.removesuffix("_scale_inv") for name in stored} == names
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("fp8-block", FineGrainedFP8Config(dequantize=True)), ("int4", CompressedTensorsConfig(run_compressed=False))],
+    ids=["fp8-block", "int4"],
+)
+def test_other_packages_read_the_same_weights(tmp_path: Path, kind: str, settings: Any, dtype: DtypeName) -> None:
+    """transformers dequantizes FP8, compressed-tensors INT4. The former requires whole blocks, and
+    returns float32.
+    """
+    source = make_checkpoint(
+        tmp_path / "source", "llama", num_layers=2, hidden=256, num_heads=4, num_kv_heads=2, ffn=384
+    )
+    report = quantize_checkpoint(source, tmp_path / "quantized", kind)
+    assert len(report.layers) == 14
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "quantized", dtype=dtype, quantization_config=settings, local_files_only=True
+    )
+    expected = model.state_dict()
+    found = load(str(tmp_path / "quantized"), dtype, "cpu").module.state_dict()
+    for name, weight in found.items():
+        assert torch.equal(expected[name].to(weight.dtype), weight), name
 
 
 def test_sources_that_cannot_be_quantized_are_refused(tmp_path: Path) -> None:

@@ -116,7 +116,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         scaled_from: int = 0,
     ) -> None:
         self.rotary = Rotary(kind="longrope", scaled_from=scaled_from)
-        has_states = windows is not None and windows.is_state
         config = EngineConfig(
             model="none",
             chunk_size=chunk_size,
@@ -124,7 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             replicate_below=replicate_below,
             max_sequences=max_sequences,
             max_waiting=max_waiting,
-            max_draft_tokens=0 if has_states else max_drafts,
+            max_draft_tokens=max_drafts,
         )
         self.config = config
         self.drafter = RandomDrafter(config, kind)

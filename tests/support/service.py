@@ -303,6 +303,11 @@ class FakeEngine:
         self.contexts[context_id] = self.contexts[source][:num_tokens]
         return self.get_context(context_id)
 
+    def place_before(self, context_id: str, position: int) -> int:
+        """Its contexts can be forked anywhere."""
+        self.get_context(context_id)
+        return position
+
     async def recompute_context(self, context_id: str, vocabulary_size: int, room: Room) -> Context:
         assert vocabulary_size == BYTES.get_vocab_size()
         if context_id in self.contexts:

@@ -155,7 +155,7 @@ class ShadowKeyCache:
             for member in self.members if self._windows is not None else ():
                 self._keys[member, True, self._window_slot(book, position)] = None
         book.runs[book.runs.index(run)] = until(run, end, self._block_size)
-        book.window_runs = tuple(until(run, end, self._block_size) for run in book.window_runs)
+        book.window_runs = tuple(until(run, end, self._window_block_size) for run in book.window_runs)
 
     def _cut(self, book: Book, end: int) -> None:
         """An answer ended at `end`: no plan may read the slots of later tokens."""
@@ -287,7 +287,8 @@ class ShadowKeyCache:
         assert self._windows is not None
         book, start = self.books[work.path[-1]], work.start
         is_last_only = isinstance(work, Prefill) or self._windows.is_state
-        seen_from = max(start, self._windows.first(end)) if is_last_only else start
+        num_drafts = len(work.draft_ids) if isinstance(work, Row) else 0  # each draft has a state
+        seen_from = max(start, self._windows.first(end - num_drafts)) if is_last_only else start
         resident = {position for run in book.window_runs for position in range(run.start, run.end)}
         assert resident.issuperset(range(seen_from, end))
         for position in (position for position in resident if start <= position < end):

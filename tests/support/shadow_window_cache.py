@@ -47,7 +47,8 @@ class ShadowWindowCache:
         self._runs[segment] = work.window_runs
         self._check_runs(work.window_runs)
         is_last_only = isinstance(work, Prefill) or self._windows.is_state
-        first = max(start, self._windows.first(end)) if is_last_only else start
+        num_drafts = len(work.draft_ids) if isinstance(work, Row) else 0  # each draft has a state
+        first = max(start, self._windows.first(end - num_drafts)) if is_last_only else start
         for position in range(first, end):
             self._slots[self._slot(segment, position)] = (segment, position)
 

@@ -57,8 +57,6 @@ def make_pool(
     num_blocks, windows = share_out(model, config, kv_bytes)
     if model.mixers is not None and config.window_keys == "replicated":
         log.warning("window_keys: not replicated beside recurrent states, so all keys are sharded")
-    if model.mixers is not None and config.max_draft_tokens:
-        log.warning("drafts: off, because refused drafts cannot be removed from recurrent states")
     num_window_blocks = windows and windows.num_blocks
     kind = QuantizedPool if config.kv_dtype == "int8" else FloatKvPool
     size, dtype, device = config.block_size, model.dtype, model.device

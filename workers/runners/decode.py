@@ -150,7 +150,9 @@ class DecodeRunner:
             tokens={row.sequence: found for row, found in zip(sampled, tokens, strict=True) if found},
             not_finite=tuple(row.sequence for row in sampled if row.sequence in broken),
             completed=constraints.completed(sampled),
-            unmatched=constraints.failures(sampled),
+            # a sequence that failed behind drafts has tokens; the next step reports it
+            unmatched=constraints.failures(row for row, found in zip(sampled, tokens, strict=True) if not found),
+            forced=begun.choice.forced() if begun.choice else {},
             comparisons=self._verifier.compare(sampled, tokens),
             attention=attention,
             scores=_by_sequence(work.rows, begun.scores.wait().tolist()) if begun.scores else {},

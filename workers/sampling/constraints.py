@@ -130,6 +130,18 @@ class Constraints:
             return None
         return torch.from_numpy(self._matchers[sequence].allowed(vocabulary_size))
 
+    def allowed_behind(self, sequence: int, drafts: Sequence[int], vocabulary_size: int) -> list[Tensor]:
+        """The tokens that may follow each of the drafts of a constrained sequence, [V], bool; none may follow one that
+        ends the answer or is refused by the grammar.
+        """
+        masks = self._matchers[sequence].allowed_behind(drafts, vocabulary_size)
+        return [torch.from_numpy(mask) for mask in masks]
+
+    def has_ended(self, sequence: int) -> bool:
+        """Whether a sequence has a grammar and its answer is complete."""
+        matcher = self._matchers.get(sequence)
+        return matcher is not None and matcher.has_ended
+
     def accept(self, sequence: int, token_id: int) -> None:
         """Adds a sampled token to the answer of a sequence."""
         if self.is_constrained(sequence):
@@ -143,8 +155,13 @@ class Constraints:
 
     def completed(self, rows: Iterable[Row]) -> tuple[int, ...]:
         """Sequences whose answer is complete."""
+        return tuple(row.sequence for row in rows if self.has_ended(row.sequence))
+
+    def forced(self, rows: Iterable[Row]) -> dict[int, tuple[int, ...]]:
+        """For each constrained sequence, tokens of the text that must follow, if any."""
         states = ((row.sequence, self._matchers.get(row.sequence)) for row in rows)
-        return tuple(sequence for sequence, matcher in states if matcher is not None and matcher.has_ended)
+        found = ((sequence, tuple(matcher.forced())) for sequence, matcher in states if matcher is not None)
+        return {sequence: token_ids for sequence, token_ids in found if token_ids}
 
     def failures(self, rows: Iterable[Row]) -> dict[int, str]:
         """The sequences without a token because of their grammar, and the reasons."""
@@ -174,5 +191,10 @@ def mask_of(constraints: Constraints, rows: Sequence[Row], vocabulary_size: int)
         mask = None
         if constraints.can_continue(row.sequence, vocabulary_size):
             mask = constraints.allowed(row.sequence, vocabulary_size)
-        masks += [everything if mask is None else mask] * (1 + len(row.draft_ids))
+        if mask is None:
+            masks += [everything] * (1 + len(row.draft_ids))
+            continue
+        masks.append(mask)
+        if row.draft_ids:
+            masks += constraints.allowed_behind(row.sequence, row.draft_ids, vocabulary_size)
     return torch.stack(masks)

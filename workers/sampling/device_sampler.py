@@ -115,6 +115,7 @@ class DeviceChoice:
         self._broken = broken
         self._constraints = constraints
         self._tokens: list[tuple[Token, ...]] | None = None
+        self._forced: dict[int, tuple[int, ...]] = {}
 
     @property
     def arrival(self) -> DeviceEvent:
@@ -130,6 +131,11 @@ class DeviceChoice:
             self._tokens = self._read()
         return self._tokens
 
+    def forced(self) -> dict[int, tuple[int, ...]]:
+        """The forced text behind the tokens. Waits for the copy to the host."""
+        self.tokens()
+        return self._forced
+
     def _read(self) -> list[tuple[Token, ...]]:
         rows, firsts = self._copy.wait().tolist(), first_positions(self._rows)
         self._broken.update(row.sequence for row, i in zip(self._rows, firsts, strict=True) if rows[i][0] < 0)
@@ -141,6 +147,8 @@ class DeviceChoice:
                 for token in found:
                     self._constraints.accept(row.sequence, token.id)
             tokens.append(() if row.sequence in self._broken or row.sequence in failed else found)
+        if self._constraints is not None:
+            self._forced = self._constraints.forced(self._rows)
         return tokens
 
 

@@ -43,13 +43,20 @@ class Choice(Protocol):
         """
         ...
 
+    def forced(self) -> dict[int, tuple[int, ...]]:
+        """For each sequence whose grammar forces text after the tokens, that text in tokens."""
+        ...
+
 
 class SampledTokens:
     """Tokens on the host. Implements Choice."""
 
-    def __init__(self, rows: Sequence[Row], tokens: list[tuple[Token, ...]]) -> None:
+    def __init__(
+        self, rows: Sequence[Row], tokens: list[tuple[Token, ...]], forced: dict[int, tuple[int, ...]] | None = None
+    ) -> None:
         self._rows = rows
         self._tokens = tokens
+        self._forced = forced or {}
 
     def ids(self) -> Tensor:
         found: list[int] = []
@@ -60,6 +67,9 @@ class SampledTokens:
 
     def tokens(self) -> list[tuple[Token, ...]]:
         return self._tokens
+
+    def forced(self) -> dict[int, tuple[int, ...]]:
+        return self._forced
 
 
 class CpuSequenceSampler:
@@ -92,8 +102,9 @@ class CpuSampler:
         """Samples the next tokens of each row whose sequence is not broken. In `logits_RV`, the logits of a row are
         followed by those of its drafts.
 
-        Each token is the same as in a separate step, up to the first one that differs from the draft. A draft that is
-        followed by non-finite logits is not accepted: the next step will fail the same way.
+        Each token is the same as in a separate step, up to the first one that differs from the draft, or that completes
+        the answer by its grammar. A draft that is followed by non-finite logits, or that the grammar cannot continue,
+        is not accepted: the next step will fail the same way.
         """
         firsts, is_finite, size = first_positions(rows), highest_are_finite(logits_RV), logits_RV.shape[-1]
         self.constraints.begin(rows)
@@ -112,9 +123,9 @@ class CpuSampler:
                 if rows[i].sequence not in self.constraints.failed:
                     tokens[i] += (token,)
             turn += 1
-            left = [i for i in left if tokens[i]]
+            left = [i for i in left if len(tokens[i]) == turn and not self.constraints.has_ended(rows[i].sequence)]
             left = [i for i in left if is_accepted(rows[i], tokens[i]) and is_finite[firsts[i] + turn]]
-        return SampledTokens(rows, tokens)
+        return SampledTokens(rows, tokens, self.constraints.forced(rows))
 
     def choose(self, rows: Sequence[Row], logits_RV: Tensor) -> list[Token]:
         """The next token of each row, from its logits [V]."""

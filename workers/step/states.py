@@ -97,7 +97,12 @@ class StateStep:
         self._sequences = rows.sequences
         self._pieces = rows.pieces
         self._comm = comm
-        singles = [one for one in rows.sequences if one.end - one.start == 1 and one.source is not None and one.stores]
+        stepwise = [one for one in rows.sequences if one.source is not None and len(one.stores) == one.end - one.start]
+        self._columns = [
+            _column(device, stepwise, number) for number in range(max(map(_num_rows, stepwise), default=0))
+        ]
+        """The first rows of sequences that store the state after each of their rows, then their second rows, which
+        follow those states, and so on: an answer's last token and its drafts."""
         self._others = [
             (
                 one,
@@ -105,11 +110,8 @@ class StateStep:
                 [(count, numbers_on(device, [slot])) for count, slot in one.stores],
             )
             for one in rows.sequences
-            if one not in singles
+            if one not in stepwise
         ]
-        self._singles_B = numbers_on(device, [one.start for one in singles])
-        self._sources_B = numbers_on(device, [one.source or 0 for one in singles])
-        self._targets_B = numbers_on(device, [one.stores[0][1] for one in singles])
 
     @cached_property
     def _compiled_parts(self) -> SequenceParts:
@@ -183,13 +185,13 @@ class StateStep:
         return [part.unflatten(1, each.shape[1:]) for part, each in zip(parts, inputs, strict=True)]
 
     def _compute(self, mixer: SequenceMixer, rows_RF: Tensor) -> Tensor:
-        """The results of all rows. Sequences with a single row are computed together."""
+        """The results of all rows. Each column of rows is computed together, a row of each sequence."""
         results_RF = torch.empty_like(rows_RF)
-        if len(self._singles_B):
-            cache = StateCache(self._pool.load(mixer.layer, self._sources_B))
-            rows_B1F = rows_RF.index_select(0, self._singles_B)[:, None]
-            results_RF.index_copy_(0, self._singles_B, mixer.compute(rows_B1F, cache)[:, 0])
-            self._pool.store(mixer.layer, self._targets_B, cache.parts)
+        for rows_B, sources_B, targets_B in self._columns:
+            cache = StateCache(self._pool.load(mixer.layer, sources_B))
+            rows_B1F = rows_RF.index_select(0, rows_B)[:, None]
+            results_RF.index_copy_(0, rows_B, mixer.compute(rows_B1F, cache)[:, 0])
+            self._pool.store(mixer.layer, targets_B, cache.parts)
         for one, source, stores in self._others:
             cache = StateCache(None if source is None else self._pool.load(mixer.layer, source))
             start = one.start
@@ -201,3 +203,18 @@ class StateStep:
             if start < one.end:
                 results_RF[start : one.end] = mixer.compute(rows_RF[None, start : one.end], cache)[0]
         return results_RF
+
+
+def _num_rows(one: SequenceRows) -> int:
+    return one.end - one.start
+
+
+def _column(device: str, sequences: Sequence[SequenceRows], number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows with this number in each of the sequences that have so many, and the slots before and after them."""
+    found = [one for one in sequences if number < _num_rows(one)]
+    slots = [(one.source or 0, *(slot for _, slot in one.stores)) for one in found]
+    return (
+        numbers_on(device, [one.start + number for one in found]),
+        numbers_on(device, [each[number] for each in slots]),
+        numbers_on(device, [each[number + 1] for each in slots]),
+    )

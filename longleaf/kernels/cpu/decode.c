@@ -25,9 +25,8 @@
 #include <float.h>
 #include <math.h>
 #include <string.h>
-#ifdef __AVX__
-#include <immintrin.h>
-#endif
+
+#include "vectors.h"
 
 /* keys and values of a block fill half of the L1 cache, so that the next ones can be prefetched */
 #define BLOCK 32
@@ -35,16 +34,15 @@
    which is highest if keys and values alternate page by page */
 #define PAGE 4096
 #define LANES 8
-/* vector length for fewer than MANY rows, and the number of such rows that are computed together */
+/* places of even and of odd numbers in two vectors */
 #ifdef __AVX512F__
-#define WIDTH 16
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
 #else
-#define WIDTH LANES
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15
 #endif
+/* rows that are computed together if there are fewer than MANY */
 #define FEW 4
 /* rows that are computed together, from MANY to TILE: the scores of a key fill up to two vectors; and the number of
    vector accumulators, limited by the number of registers */
@@ -63,8 +61,6 @@
 #define CHUNK 32
 /* minimum dim of wide keys */
 #define WIDE 128
-/* bytes of a cache line */
-#define LINE 64
 /* minimum number of keys in a part of several, and tasks per thread, so that a delayed thread leaves its tasks to
    others */
 #define PART 256
@@ -78,29 +74,9 @@
 /* Compilers specialize functions for some callers, and such copies may round differently. */
 #ifdef __clang__
 #define ONE_COPY __attribute__((noinline))
-#define PICK(low, high, ...) __builtin_shufflevector(low, high, __VA_ARGS__)
 #else
 #define ONE_COPY __attribute__((noinline, noclone))
-#define PICK(low, high, ...) __builtin_shuffle(low, high, (ints){__VA_ARGS__})
 #endif
-#define INLINE static inline __attribute__((always_inline))
-#pragma GCC diagnostic ignored "-Wpsabi" /* about vectors as parameters: these functions are all inlined */
-/* Keeps a vector in a register. Otherwise gcc reloads it for each use, and the loads become the bottleneck. Processors
-   without AVX have no register for a whole vector. */
-#if defined(__AVX512F__)
-#define KEEP(vector) __asm__("" : "+v"(vector))
-#elif defined(__AVX__)
-#define KEEP(vector) __asm__("" : "+x"(vector))
-#else
-#define KEEP(vector)
-#endif
-
-typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef float wide __attribute__((vector_size(4 * WIDTH)));
-typedef long long longs __attribute__((vector_size(4 * WIDTH)));
-typedef int ints __attribute__((vector_size(4 * WIDTH)));
-typedef unsigned words __attribute__((vector_size(4 * WIDTH)));
-typedef unsigned short halves __attribute__((vector_size(2 * WIDTH)));
 
 /* Data type of stored numbers; longleaf/kernels/cpu/decode.py names the first three. */
 enum kind { FLOAT32, BFLOAT16, FLOAT16, INT8 };
@@ -190,15 +166,6 @@ INLINE int sees(const struct read *read, long group, long row, long key)
 {
     const long distance = read->offset + row / group - key;
     return 0 <= distance && distance < read->window;
-}
-
-INLINE wide from_bfloat16(halves half)
-{
-#ifdef __AVX512F__ /* two instructions; gcc compiles the generic form to four */
-    return (wide)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)half), 16);
-#else
-    return (wide)(__builtin_convertvector(half, words) << 16);
-#endif
 }
 
 /* Without a conversion instruction, by integer arithmetic: fast-math has no infinities, and small float16 numbers are
@@ -815,11 +782,6 @@ static long worker_size(long num_rows, long dim)
     const long blocks = BLOCK * TILE + (2 * BLOCK + 1) * dim, queries = (stride_of(num_rows) + num_rows) * dim;
     return (blocks + queries + num_rows + state_size(num_rows, dim) + WIDTH - 1) / WIDTH * WIDTH;
 }
-
-/* Starts work(job) on several threads, one of them the caller, and waits for all: the entry of libgomp, and of other
-   OpenMP libraries, which compilers call for `#pragma omp parallel`. Called by its address, it is the one that torch
-   uses, hence its threads. */
-typedef void parallel(void (*work)(void *), void *job, unsigned num_threads, unsigned flags);
 
 /* A call. Each task is a key head and a part of the keys, and the thread that ends the last part of a head merges
    them. */

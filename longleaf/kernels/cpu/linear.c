@@ -8,33 +8,15 @@
 
 #include <string.h>
 
+#include "vectors.h"
+
 #define MAX_OUTS 4
-/* numbers in a vector, and accumulators, limited by the number of registers */
-#ifdef __AVX512F__
-#define WIDTH 16
-#define SUMS 16
-#else
-#define WIDTH 8
-#define SUMS 8
-#endif
-/* how far ahead weights are fetched, in bytes, and the bytes of a cache line */
+/* accumulators, limited by the number of registers */
+#define SUMS WIDTH
+/* how far ahead weights are fetched, in bytes */
 #define AHEAD 4096
-#define LINE 64
 /* outputs of a task: enough to amortize taking it, few enough to balance threads */
 #define TASK 64
-
-#ifdef __clang__
-#define MOVE(vector, ...) __builtin_shufflevector(vector, vector, __VA_ARGS__)
-#else
-#define MOVE(vector, ...) __builtin_shuffle(vector, (ints){__VA_ARGS__})
-#endif
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef float wide __attribute__((vector_size(4 * WIDTH)));
-typedef int ints __attribute__((vector_size(4 * WIDTH)));
-typedef unsigned words __attribute__((vector_size(4 * WIDTH)));
-typedef unsigned short halves __attribute__((vector_size(2 * WIDTH)));
 
 /* Type of the weights, as numbered in longleaf/kernels/cpu/linear.py. */
 enum kind { FLOAT32, BFLOAT16 };
@@ -45,7 +27,7 @@ INLINE wide load(const void *numbers, long i, const enum kind kind)
     if (kind == FLOAT32)
         return *(const vec *)((const float *)numbers + i);
     memcpy(&half, (const unsigned short *)numbers + i, sizeof half);
-    return (wide)(__builtin_convertvector(half, words) << 16);
+    return from_bfloat16(half);
 }
 
 /* The last `count` numbers of a row, fewer than WIDTH, followed by zeros. */
@@ -58,20 +40,6 @@ INLINE wide load_rest(const void *numbers, long i, long count, const enum kind k
     else
         memcpy(half, (const unsigned short *)numbers + i, sizeof(short) * count);
     return kind == FLOAT32 ? load(rest, 0, kind) : load(half, 0, kind);
-}
-
-/* The sum of all numbers, in an order that does not depend on the code around it. */
-INLINE float add_up(wide all)
-{
-#ifdef __AVX512F__
-    all += MOVE(all, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    all += MOVE(all, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    all += MOVE(all, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-#else
-    all += MOVE(all, 4, 5, 6, 7, 0, 1, 2, 3);
-    all += MOVE(all, 2, 3, 0, 1, 6, 7, 4, 5);
-#endif
-    return all[0] + all[1];
 }
 
 /* Products of `num_outs` rows of weights with `num_rows` rows of x, at [row * num_outs + out]. Several rows of weights
@@ -179,9 +147,6 @@ static void work(void *begun)
             compute(job, first, end, BFLOAT16);
     }
 }
-
-/* As in decode.c: starts work(job) on several threads of the OpenMP library that torch uses. */
-typedef void parallel(void (*work)(void *), void *job, unsigned num_threads, unsigned flags);
 
 /* At most 8 rows. `start` is needed for more than one thread. */
 void longleaf_linear(const void *w, const float *x, const float *bias, float *y, long num_rows, long out, long in,

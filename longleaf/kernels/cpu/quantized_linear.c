@@ -8,16 +8,13 @@
    row of the scales of each output. x [rows, in] and y [rows, out] are contiguous; bias [out] or NULL. */
 
 #include <string.h>
-#ifdef __AVX__
-#include <immintrin.h>
-#endif
 
-/* numbers in a vector, and rows of x that are multiplied at once, limited by the number of registers */
+#include "vectors.h"
+
+/* rows of x that are multiplied at once, limited by the number of registers */
 #ifdef __AVX512F__
-#define WIDTH 16
 #define MAX_ROWS 4
 #else
-#define WIDTH 8
 #define MAX_ROWS 2
 #endif
 /* vectors of 16 numbers */
@@ -32,31 +29,6 @@
 /* as in linear.c */
 #define AHEAD 4096
 #define TASK 64
-
-#ifdef __clang__
-#define MOVE(vector, ...) __builtin_shufflevector(vector, vector, __VA_ARGS__)
-#else
-#define MOVE(vector, ...) __builtin_shuffle(vector, (ints){__VA_ARGS__})
-#endif
-#define INLINE static inline __attribute__((always_inline))
-#pragma GCC diagnostic ignored "-Wpsabi" /* about vectors as parameters: these functions are all inlined */
-
-/* Hides the origin of a vector from the compiler, which could otherwise reorder sums differently for other numbers of
-   rows. */
-#if defined(__AVX512F__)
-#define KEEP(vector) __asm__("" : "+v"(vector))
-#elif defined(__AVX__)
-#define KEEP(vector) __asm__("" : "+x"(vector))
-#else
-#define KEEP(vector)
-#endif
-
-typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef float wide __attribute__((vector_size(4 * WIDTH)));
-typedef int ints __attribute__((vector_size(4 * WIDTH)));
-typedef unsigned words __attribute__((vector_size(4 * WIDTH)));
-typedef signed char chars __attribute__((vector_size(WIDTH)));
-typedef unsigned char bytes __attribute__((vector_size(WIDTH)));
 
 /* Types of numbers and of scales, as numbered in longleaf/kernels/cpu/quantized_linear.py. FLOAT8 is E4M3, FLOAT4 is
    E2M1, and POWER8 is E8M0. */
@@ -113,20 +85,6 @@ INLINE void read_scales(const struct matrix *matrix, long row, long count, float
             found[g] = of_bits(small[g] ? (unsigned)small[g] << 23 : 1u << 22) * factor;
         break;
     }
-}
-
-/* The sum of all numbers, in an order that does not depend on the code around it. */
-INLINE float add_up(wide all)
-{
-#ifdef __AVX512F__
-    all += MOVE(all, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    all += MOVE(all, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    all += MOVE(all, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-#else
-    all += MOVE(all, 4, 5, 6, 7, 0, 1, 2, 3);
-    all += MOVE(all, 2, 3, 0, 1, 6, 7, 4, 5);
-#endif
-    return all[0] + all[1];
 }
 
 /* Numbers of 8 bits. The exponents of E4M3 become those of 16-bit or 32-bit floats by a shift and a factor: of 256 for
@@ -196,9 +154,11 @@ INLINE wide look_up(const wide table[VECTORS], words codes, const enum kind kind
 
 struct job {
     const struct matrix *matrix;
-    const float *x, *bias;
+    const char *x; /* of float32, or of bfloat16 in the order of the weights */
+    const float *bias;
     float *y;
     long num_rows;
+    int is_half;
     long num_tasks; /* begun so far */
 };
 
@@ -347,14 +307,192 @@ INLINE void multiply4(const struct matrix *matrix, long out, const struct scales
         sum[k] = add_up(part[k][0] + part[k][1]);
 }
 
-INLINE void multiply(const struct matrix *matrix, long out, const struct scales *scales, const float *x, float sum[],
-                     const enum kind kind, const int num_rows, const int num_outs)
+/* Products with inputs in bfloat16, which are not converted: an instruction multiplies 32 pairs, exactly, and adds them
+   to 16 sums in float32. All numbers of 8 and 4 bits are exact in bfloat16, and scales are factors of the sums of their
+   groups. Inputs are in the order of the weights, into which `arrange` brings them. */
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define HAS_PAIRS 1
+
+/* The low and the high bytes of numbers as bfloat16: of FLOAT8 without the sign, INT4 and FLOAT4. */
+static const unsigned char LOW8[128] = {
+    0x00, 0x00, 0x80, 0xc0, 0x00, 0x20, 0x40, 0x60, 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0,
+    0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0,
+    0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0,
+    0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0,
+    0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0,
+    0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0,
+    0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0,
+    0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0};
+static const unsigned char HIGH8[128] = {
+    0x00, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c,
+    0x3d, 0x3d, 0x3d, 0x3d, 0x3d, 0x3d, 0x3d, 0x3d, 0x3d, 0x3d, 0x3d, 0x3d, 0x3d, 0x3d, 0x3d, 0x3d,
+    0x3e, 0x3e, 0x3e, 0x3e, 0x3e, 0x3e, 0x3e, 0x3e, 0x3e, 0x3e, 0x3e, 0x3e, 0x3e, 0x3e, 0x3e, 0x3e,
+    0x3f, 0x3f, 0x3f, 0x3f, 0x3f, 0x3f, 0x3f, 0x3f, 0x3f, 0x3f, 0x3f, 0x3f, 0x3f, 0x3f, 0x3f, 0x3f,
+    0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40,
+    0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41,
+    0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
+    0x43, 0x43, 0x43, 0x43, 0x43, 0x43, 0x43, 0x43, 0x43, 0x43, 0x43, 0x43, 0x43, 0x43, 0x43, 0x43};
+static const unsigned char LOW4[2][16] = {
+    {0x00, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0x00, 0x80, 0x00, 0x80, 0x00, 0x40, 0x80, 0xa0, 0xc0, 0xe0},
+    {0x00, 0x00, 0x80, 0xc0, 0x00, 0x40, 0x80, 0xc0, 0x00, 0x00, 0x80, 0xc0, 0x00, 0x40, 0x80, 0xc0},
+};
+static const unsigned char HIGH4[2][16] = {
+    {0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf, 0x00, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40},
+    {0x00, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0},
+};
+/* Bytes of a quarter of a register: first those of the lowest bits of 4 words. */
+static const unsigned char BY_PLACE[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+
+INLINE __m512i in_quarters(const void *bytes)
 {
-    if (kind == FLOAT8 || kind == INT8) {
-        multiply8(matrix, out, scales, x, sum, kind, num_rows, num_outs);
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(bytes));
+}
+
+/* The weights of a block of 64 numbers of FLOAT8, or of BLOCK numbers of 4 bits: two or four registers. */
+INLINE void load_pairs(__m512i found[4], const unsigned char *numbers, const enum kind kind)
+{
+    __m512i codes = _mm512_loadu_si512(numbers);
+    if (kind == FLOAT8) {
+        const __m512i low = _mm512_permutex2var_epi8(_mm512_loadu_si512(LOW8), codes, _mm512_loadu_si512(LOW8 + 64));
+        __m512i high = _mm512_permutex2var_epi8(_mm512_loadu_si512(HIGH8), codes, _mm512_loadu_si512(HIGH8 + 64));
+        high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8((char)0x80), 0xf8); /* high | codes & 0x80 */
+        found[0] = _mm512_unpacklo_epi8(low, high);
+        found[1] = _mm512_unpackhi_epi8(low, high);
         return;
     }
-    if (matrix->group == 32)
+    codes = _mm512_shuffle_epi8(codes, in_quarters(BY_PLACE));
+#pragma GCC unroll 2
+    for (int k = 0; k < 2; k++) {
+        const __m512i places = _mm512_and_si512(k ? _mm512_srli_epi16(codes, 4) : codes, _mm512_set1_epi8(15));
+        const __m512i low = _mm512_shuffle_epi8(in_quarters(LOW4[kind == FLOAT4]), places);
+        const __m512i high = _mm512_shuffle_epi8(in_quarters(HIGH4[kind == FLOAT4]), places);
+        found[k] = _mm512_unpacklo_epi8(low, high);
+        found[2 + k] = _mm512_unpackhi_epi8(low, high);
+    }
+}
+
+/* The input of each number of a block, by its place in the registers. */
+INLINE int input_at(int place, const enum kind kind)
+{
+    const int vector = place / 32, quarter = place % 32 / 8, word = place % 8;
+    if (kind == FLOAT8)
+        return 16 * quarter + 8 * vector + word;
+    return 32 * (vector / 2 * 2 + word / 4) + 16 * (vector % 2) + 4 * quarter + word % 4;
+}
+
+INLINE wide add_pairs(wide sum, __m512i weights, const unsigned short *x)
+{
+    return (wide)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_loadu_si512(x));
+}
+
+/* The scales of the sums of a block of 4-bit numbers: its first or its second half has groups of 32 or 64 inputs. */
+INLINE wide scales_of_half(const float *scales, const int half, const int group)
+{
+    if (group == 64)
+        return scales[half] - (wide){0};
+    const __m512 four = _mm512_broadcast_f32x4(_mm_loadu_ps(scales));
+    return half ? (wide)_mm512_permute_ps(four, 0xfa) : (wide)_mm512_permute_ps(four, 0x50);
+}
+
+/* As multiply8 and multiply4. `group` is 32 or 64, or 0 for at least a block. */
+INLINE void multiply_pairs(const struct matrix *matrix, long out, const struct scales *scales, const unsigned short *x,
+                           float sum[], const enum kind kind, const int num_rows, const int num_outs, const int group)
+{
+    const int size = kind == FLOAT8 ? 64 : BLOCK, vectors = size / 32;
+    const long in = matrix->in, bytes_per_out = kind == FLOAT8 ? in : in / 2;
+    const long ahead = num_outs == 1 ? AHEAD : OUTS * bytes_per_out;
+    const unsigned char *numbers = (const unsigned char *)matrix->numbers + out * bytes_per_out;
+    wide total[MAX_ROWS * OUTS] = {{0}};
+    for (long g = 0, i = 0; i < in; g++) {
+        const long end = group ? i + size : i + matrix->group < in ? i + matrix->group : in;
+        wide part[MAX_ROWS * OUTS][SUMS] = {{{0}}};
+        do {
+#pragma GCC unroll 2
+            for (int o = 0; o < num_outs; o++) {
+                __m512i weights[4];
+                const unsigned char *place = numbers + o * bytes_per_out + (kind == FLOAT8 ? i : i / 2);
+                __builtin_prefetch(place + ahead);
+                load_pairs(weights, place, kind);
+#pragma GCC unroll 4
+                for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 4
+                    for (int k = 0; k < vectors; k++) {
+                        wide *accumulator = &part[r * num_outs + o][k * SUMS / vectors];
+                        *accumulator = add_pairs(*accumulator, weights[k], x + r * in + i + 32 * k);
+                    }
+            }
+            i += size;
+        } while (i < end);
+#pragma GCC unroll 2
+        for (int o = 0; o < num_outs; o++)
+#pragma GCC unroll 4
+            for (int r = 0; r < num_rows; r++) {
+                wide *all = &total[r * num_outs + o], *sums = part[r * num_outs + o];
+                const float *of_group = scales->scales[o] + (group ? g * (size / group) : g);
+                if (group) {
+                    *all += sums[0] * scales_of_half(of_group, 0, group);
+                    KEEP(*all);
+                    *all += sums[1] * scales_of_half(of_group, 1, group);
+                } else {
+                    wide joined = sums[0] + sums[1];
+                    KEEP(joined);
+                    *all += joined * *of_group;
+                }
+                KEEP(*all);
+            }
+    }
+#pragma GCC unroll 8
+    for (int k = 0; k < num_rows * num_outs; k++)
+        sum[k] = add_up(total[k]);
+}
+#else
+#define HAS_PAIRS 0
+INLINE int input_at(int place, const enum kind kind)
+{
+    return place;
+}
+
+INLINE void multiply_pairs(const struct matrix *matrix, long out, const struct scales *scales, const unsigned short *x,
+                           float sum[], const enum kind kind, const int num_rows, const int num_outs, const int group)
+{
+}
+#endif
+
+/* Whether inputs may be bfloat16: inputs are whole blocks, and a block has whole groups or belongs to one. */
+int longleaf_takes_bfloat16(const struct matrix *matrix)
+{
+    const long group = matrix->group < matrix->in ? matrix->group : matrix->in;
+    const int is_small = matrix->kind == FLOAT4 ? group == 32 : matrix->kind == INT4 && (group == 32 || group == 64);
+    const int size = matrix->kind == FLOAT8 ? 64 : BLOCK;
+    return HAS_PAIRS && matrix->kind != INT8 && !matrix->zeros && matrix->in % size == 0
+           && (is_small || (matrix->kind != FLOAT4 && group % size == 0));
+}
+
+/* Brings the inputs of each block into the order of the weights. */
+static void arrange(const struct matrix *matrix, unsigned short *x, long num_rows)
+{
+    const enum kind kind = matrix->kind;
+    const int size = kind == FLOAT8 ? 64 : BLOCK;
+    for (unsigned short *block = x; block < x + num_rows * matrix->in; block += size) {
+        unsigned short before[BLOCK];
+        memcpy(before, block, size * sizeof *block);
+        for (int place = 0; place < size; place++)
+            block[place] = before[input_at(place, kind)];
+    }
+}
+
+INLINE void multiply(const struct matrix *matrix, long out, const struct scales *scales, const void *x, float sum[],
+                     const enum kind kind, const int num_rows, const int num_outs, const int is_half)
+{
+    if (is_half && kind != FLOAT8 && matrix->group == 32)
+        multiply_pairs(matrix, out, scales, x, sum, kind, num_rows, num_outs, 32);
+    else if (is_half && kind == INT4 && matrix->group == 64)
+        multiply_pairs(matrix, out, scales, x, sum, kind, num_rows, num_outs, 64);
+    else if (is_half)
+        multiply_pairs(matrix, out, scales, x, sum, kind, num_rows, num_outs, 0);
+    else if (kind == FLOAT8 || kind == INT8)
+        multiply8(matrix, out, scales, x, sum, kind, num_rows, num_outs);
+    else if (matrix->group == 32)
         multiply4(matrix, out, scales, x, sum, kind, num_rows, num_outs, 2);
     else if (kind == FLOAT4) /* groups of 16 */
         multiply4(matrix, out, scales, x, sum, kind, num_rows, num_outs, 1);
@@ -374,13 +512,13 @@ INLINE void put(const struct job *job, long row, long out, int num_rows, int num
 
 #define CASE(ROWS) \
     case ROWS: \
-        multiply(matrix, out, &scales, x, sum, kind, ROWS, OUTS); \
+        multiply(matrix, out, &scales, x, sum, kind, ROWS, OUTS, is_half); \
         put(job, row, out, ROWS, OUTS, sum); \
         break;
 
 /* Outputs [first, end). One row reads the weights in the order of their addresses, which is fastest; more rows read
    those of several outputs, and share the loads of x. */
-INLINE void compute(const struct job *job, long first, long end, const enum kind kind)
+INLINE void compute(const struct job *job, long first, long end, const enum kind kind, const int is_half)
 {
     const struct matrix *matrix = job->matrix;
     const long num_groups = (matrix->in + matrix->group - 1) / matrix->group;
@@ -399,10 +537,10 @@ INLINE void compute(const struct job *job, long first, long end, const enum kind
             scales.zeros[o] = matrix->zeros ? matrix->zeros + row * num_groups : NULL;
         }
         for (long row = 0, count; row < job->num_rows; row += count) {
-            const float *x = job->x + row * matrix->in;
+            const char *x = job->x + row * matrix->in * (is_half ? sizeof(short) : sizeof(float));
             if (num_outs < OUTS) {
                 count = 1;
-                multiply(matrix, out, &scales, x, sum, kind, 1, 1);
+                multiply(matrix, out, &scales, x, sum, kind, 1, 1, is_half);
                 put(job, row, out, 1, 1, sum);
                 continue;
             }
@@ -430,16 +568,25 @@ static void work(void *begun)
             return;
         switch ((enum kind)matrix->kind) {
         case FLOAT8:
-            compute(job, first, end, FLOAT8);
+            if (HAS_PAIRS && job->is_half)
+                compute(job, first, end, FLOAT8, 1);
+            else
+                compute(job, first, end, FLOAT8, 0);
             break;
         case INT8:
-            compute(job, first, end, INT8);
+            compute(job, first, end, INT8, 0);
             break;
         case INT4:
-            compute(job, first, end, INT4);
+            if (HAS_PAIRS && job->is_half)
+                compute(job, first, end, INT4, 1);
+            else
+                compute(job, first, end, INT4, 0);
             break;
         case FLOAT4:
-            compute(job, first, end, FLOAT4);
+            if (HAS_PAIRS && job->is_half)
+                compute(job, first, end, FLOAT4, 1);
+            else
+                compute(job, first, end, FLOAT4, 0);
             break;
         }
     }
@@ -521,14 +668,14 @@ void longleaf_dequantize(const struct matrix *matrix, long first, long end, floa
     }
 }
 
-/* As in decode.c: starts work(job) on several threads of the OpenMP library that torch uses. */
-typedef void parallel(void (*work)(void *), void *job, unsigned num_threads, unsigned flags);
-
-/* `start` is needed for more than one thread. */
-void longleaf_quantized_linear(const struct matrix *matrix, const float *x, const float *bias, float *y, long num_rows,
-                               parallel *start, long threads)
+/* Inputs are float32, or bfloat16, if `is_half`, for matrices of longleaf_takes_bfloat16; those are overwritten. `start`
+   is needed for more than one thread. */
+void longleaf_quantized_linear(const struct matrix *matrix, void *x, const float *bias, float *y, long num_rows,
+                               long is_half, parallel *start, long threads)
 {
-    struct job job = {.matrix = matrix, .x = x, .bias = bias, .y = y, .num_rows = num_rows};
+    struct job job = {.matrix = matrix, .x = x, .bias = bias, .y = y, .num_rows = num_rows, .is_half = is_half};
+    if (is_half)
+        arrange(matrix, x, num_rows);
     if (threads > 1)
         start(work, &job, threads, 0);
     else

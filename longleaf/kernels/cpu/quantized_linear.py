@@ -1,6 +1,7 @@
 """The compiled product of few rows with weights of 8 or 4 bits, from quantized_linear.c."""
 
 import ctypes
+import itertools
 from pathlib import Path
 
 import torch
@@ -50,8 +51,10 @@ class NativeQuantizedLinear:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.longleaf_quantized_linear
-        self._run.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long, ctypes.c_void_p, ctypes.c_long]
+        self._run.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 2 + [ctypes.c_void_p, ctypes.c_long]
         self._run.restype = None
+        self._takes_bfloat16 = library.longleaf_takes_bfloat16
+        self._takes_bfloat16.argtypes = [ctypes.c_void_p]
         self._dequantize = library.longleaf_dequantize
         self._dequantize.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_long, ctypes.c_void_p]
         self._dequantize.restype = None
@@ -71,21 +74,27 @@ class NativeQuantizedLinear:
         """Raises StartError if products with a matrix differ from torch's by more than the order of sums."""
         some = matrix.outputs([(0, min(CHECKED_OUTPUTS, matrix.num_outputs))])
         weights_OI, product = some.dequantize(), self.bind(some)
-        x_RI = torch.randn(MAX_ROWS, matrix.num_inputs, generator=torch.Generator().manual_seed(0))
-        expected = functional.linear(x_RI, weights_OI)
-        bound = TOLERANCE[torch.float32] * functional.linear(x_RI.abs(), weights_OI.abs())
-        for num_rows in range(1, MAX_ROWS + 1):
-            found = product(x_RI[:num_rows], None)
+        x_RI = torch.randn(MAX_ROWS, matrix.num_inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
+        expected = functional.linear(x_RI.float(), weights_OI)
+        bound = TOLERANCE[torch.float32] * functional.linear(x_RI.float().abs(), weights_OI.abs())
+        for dtype, num_rows in itertools.product((torch.float32, torch.bfloat16), range(1, MAX_ROWS + 1)):
+            found = product.in_float32(x_RI[:num_rows].to(dtype), None)
             if not ((found - expected[:num_rows]).abs() <= bound[:num_rows]).all():
                 shape = f"{matrix.num_outputs} x {matrix.num_inputs}"
                 raise StartError(f"kernels: compiled is wrong on cpu: {num_rows} rows times {matrix.kind} of {shape}")
 
+    def takes_bfloat16(self, address: int) -> bool:
+        """Whether this processor multiplies inputs in bfloat16 with a matrix without converting them."""
+        return bool(self._takes_bfloat16(address))
+
     def run(self, address: int, x_RI: Tensor, bias_O: Tensor | None, y_RO: Tensor) -> None:
-        """Writes x w^T + bias. All tensors are contiguous and of float32."""
+        """Writes x w^T + bias. All tensors are contiguous and of float32; inputs may be of bfloat16 if
+        `takes_bfloat16`, and are then overwritten."""
         is_large = x_RI.shape[1] * y_RO.shape[1] >= MIN_WEIGHTS and self._start_threads
         threads = torch.get_num_threads() if is_large else 1
         bias = None if bias_O is None else bias_O.data_ptr()
-        self._run(address, x_RI.data_ptr(), bias, y_RO.data_ptr(), len(x_RI), self._start_threads, threads)
+        is_half = x_RI.dtype == torch.bfloat16
+        self._run(address, x_RI.data_ptr(), bias, y_RO.data_ptr(), len(x_RI), is_half, self._start_threads, threads)
 
     def dequantize(self, address: int, start: int, found_OI: Tensor) -> None:
         """Writes the weights of consecutive outputs, in float32."""
@@ -113,14 +122,22 @@ class BoundMatrix:
             matrix.factor / matrix.divisor,
         )
         self._address = ctypes.addressof(self._struct)
+        self._takes_bfloat16 = kernel.takes_bfloat16(self._address)
 
     def __call__(self, x_RI: Tensor, bias_O: Tensor | None) -> Tensor:
         """x w^T + bias as [R, O], in the type of `x_RI`, of any number of rows. Activations are not rounded, and sums
         are float32."""
-        x = x_RI.float().contiguous()
-        y_RO = x.new_empty(len(x), self._shape[0])
+        return self.in_float32(x_RI, bias_O).to(x_RI.dtype)
+
+    def in_float32(self, x_RI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """The same before it is rounded to the type of `x_RI`."""
+        if self._takes_bfloat16 and x_RI.dtype == torch.bfloat16:
+            x = x_RI.clone(memory_format=torch.contiguous_format)
+        else:
+            x = x_RI.float().contiguous()
+        y_RO = torch.empty(len(x), self._shape[0])
         self._kernel.run(self._address, x, None if bias_O is None else bias_O.float(), y_RO)
-        return y_RO.to(x_RI.dtype)
+        return y_RO
 
     def dequantize(self, start: int, end: int) -> Tensor:
         """The weights of outputs [start, end) in float32."""

@@ -91,7 +91,7 @@ WRONG = (
 
 
 async def test_bodies_that_are_not_objects_are_refused(url: str) -> None:
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         for content, status, param in BAD:
             answer = await client.post(CHAT, content=content)
             assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), content[:50]
@@ -99,27 +99,27 @@ async def test_bodies_that_are_not_objects_are_refused(url: str) -> None:
 
 @pytest.mark.parametrize(("change", "param"), WRONG, ids=str)
 async def test_invalid_field_is_named(url: str, change: dict[str, Any], param: str) -> None:
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         answer = await client.post(CHAT, json=GOOD | change)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
 @pytest.mark.parametrize("change", [{"top_k": 1 << 31}, {"logit_bias": {str(1 << 31): 1}}], ids=str)
 async def test_limit_of_an_id_is_named(url: str, change: dict[str, Any]) -> None:
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         answer = await client.post(CHAT, json=GOOD | change)
     assert "2,147,483,647" in answer.json()["error"]["message"]
 
 
 async def test_empty_fields_of_parts_are_accepted(url: str) -> None:
     part = PART | {"annotations": [], "cache_control": None}
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         answer = await client.post(CHAT, json=GOOD | {"messages": [{"role": "user", "content": [part]}]})
     assert answer.status_code == 200, answer.text
 
 
 async def test_invalid_prompt_is_named(url: str) -> None:
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         for prompt in ([9_999_999], [1, 9_999_999], [], "", ["a", "b"]):
             answer = await client.post("/v1/completions", json={"model": "fake", "prompt": prompt})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt"), prompt
@@ -127,7 +127,7 @@ async def test_invalid_prompt_is_named(url: str) -> None:
 
 async def test_fields_without_effect_are_accepted(url: str) -> None:
     empty = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": True, "n": None}
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         answer = await client.post(CHAT, json=GOOD | empty)
     assert (answer.status_code, answer.headers["longleaf-warning"]) == (200, "ignored: store")
 
@@ -135,7 +135,7 @@ async def test_fields_without_effect_are_accepted(url: str) -> None:
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_ignored_fields_are_named_in_a_header(url: str, is_streamed: bool) -> None:
     unasked = {"keep_alive": "5m", "metadata": {"a": "b"}, "service_tier": "auto", "parallel_tool_calls": True}
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         answer = await client.post(CHAT, json=GOOD | unasked | {"stream": is_streamed, "prompt_cache_key": None})
         text = await client.post("/v1/completions", json={"model": "fake", "prompt": "x", "stream": is_streamed})
     assert answer.status_code == 200
@@ -154,14 +154,14 @@ async def test_ignored_fields_are_named_in_a_header(url: str, is_streamed: bool)
 )
 async def test_fields_that_change_answers_are_refused(url: str, given: dict[str, Any], param: str) -> None:
     same = {"length_penalty": 1.0, "skip_special_tokens": True, "guided_json": None, "min_tokens": 0}
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         assert (await client.post(CHAT, json=GOOD | same)).status_code == 200
         answer = await client.post(CHAT, json=GOOD | given)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 async def test_embeddings_are_refused_with_a_sentence(url: str) -> None:
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         answer = await client.post("/v1/embeddings", json={"model": "fake", "input": "x"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_endpoint")
     assert answer.json()["error"]["message"].startswith("embeddings are not supported")
@@ -209,7 +209,7 @@ async def test_bodies_with_long_texts_and_many_numbers_are_accepted(service: Ser
 
 @pytest.mark.parametrize("count", [513, 10_000])
 async def test_more_messages_than_the_service_accepts_are_refused(url: str, count: int) -> None:
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         answer = await client.post(CHAT, json=GOOD | {"messages": GOOD["messages"] * count})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
     assert answer.json()["error"]["message"] == f"messages: has {count:,} messages; allowed are 1 to 512"
@@ -246,7 +246,7 @@ async def test_stalled_service_times_out(monkeypatch: pytest.MonkeyPatch) -> Non
 
 async def test_no_error_reveals_the_address_of_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a socket's whole path may be too long
-    async with opened("unix:hidden-name") as url, httpx2.AsyncClient(base_url=url) as client:
+    async with opened("unix:hidden-name") as url, httpx2.AsyncClient(base_url=url, timeout=60) as client:
         for path in ("/v1/models", "/v1/cluster", "/v1/contexts", "/readyz"):
             answer = await client.get(path)
             assert answer.status_code == 503
@@ -259,7 +259,7 @@ async def test_unreachable_service_is_reported(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path / "model") as (_, address):
         pass
-    async with opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
+    async with opened(address) as url, httpx2.AsyncClient(base_url=url, timeout=60) as client:
         answer = await client.post(CHAT, json=GOOD)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert (await client.get("/readyz")).status_code == 503
@@ -277,7 +277,7 @@ async def test_truncated_body_ends_quietly(service: Served, url: str) -> None:
         writer.close()
         await writer.wait_closed()
         del reader
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         answer = await client.head("/v1/contexts/short", params={"upload_id": "u"})
         assert (answer.headers["upload-offset"], answer.headers["upload-complete"]) == ("1", "?0")
         assert (await client.post(CHAT, json=GOOD)).status_code == 200
@@ -294,7 +294,7 @@ async def test_missing_body_times_out(service: Served, monkeypatch: pytest.Monke
             assert answer.startswith(b"HTTP/1.1 408")
             assert b'{"error":{"message":"the body was not received in time"' in answer
             writer.close()
-        async with httpx2.AsyncClient(base_url=url) as client:
+        async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
             assert (await client.post(CHAT, json=GOOD)).status_code == 200
 
 
@@ -302,7 +302,7 @@ async def test_bodies_beyond_the_memory_budget_are_refused_with_retry_after(
     service: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "BodyReader", partial(BodyReader, 1000))
-    async with opened(service.address) as url, httpx2.AsyncClient(base_url=url) as client:
+    async with opened(service.address) as url, httpx2.AsyncClient(base_url=url, timeout=60) as client:
         host, _, port = url.removeprefix("http://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 950\r\n"

@@ -28,7 +28,7 @@ def events_of(answer: httpx2.Response) -> list[dict[str, Any]]:
 
 
 async def test_document_becomes_a_context(service: Served, url: str) -> None:
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         parameters = {"display_name": "Moby", "pinned": "true"}
         answer = await client.post("/v1/contexts/book", params=parameters, content=TEXT.encode(), headers=PLAIN)
         events = events_of(answer)
@@ -53,7 +53,7 @@ async def test_all_upload_options_reach_the_engine(service: Served, url: str) ->
         "system": "Be short.",
         "priority": "3",
     }
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         answer = await client.post("/v1/contexts/book", params=parameters, content=TEXT.encode(), headers=PLAIN)
     assert events_of(answer)[-1]["phase"] == "ready", answer.text
     given, (scheduling,) = service.engine.settings["book"], service.engine.schedulings
@@ -66,11 +66,13 @@ async def test_all_upload_options_reach_the_engine(service: Served, url: str) ->
 
 async def test_contexts_are_changed_forked_and_deleted(service: Served, url: str) -> None:
     service.engine.contexts["book"] = list(ids("long"))
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         changed = await client.patch("/v1/contexts/book", json={"display_name": "B", "pinned": True})
         assert (changed.json()["display_name"], changed.json()["pinned"]) == ("B", True)
         made = await client.post("/v1/contexts/book/fork", json={"id": "half", "tokens": 2})
         assert (made.status_code, made.json()["tokens"]) == (201, 2)
+        made = await client.post("/v1/contexts/book/fork", json={"id": "twig", "tokens": 3, "recompute": True})
+        assert (made.status_code, made.json()["tokens"], made.json()["recomputed_tokens"]) == (201, 3, 0)
         wrong = await client.post("/v1/contexts/book/fork", json={"id": "NO"})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "id")
         assert (await client.delete("/v1/contexts/half")).status_code == 204
@@ -81,7 +83,7 @@ async def test_contexts_are_changed_forked_and_deleted(service: Served, url: str
 async def test_upload_resumes_at_its_offset(service: Served, url: str) -> None:
     content, path = TEXT.encode(), "/v1/contexts/book?upload_id=u"
     length = {**PLAIN, "Upload-Length": str(len(content))}
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         first = await client.post(path, content=content[:5], headers=length)
         assert events_of(first)[-1] == {"phase": "incomplete", "received_bytes": 5}
         known = await client.head(path)
@@ -100,7 +102,7 @@ async def test_upload_resumes_at_its_offset(service: Served, url: str) -> None:
 async def test_cancelled_append_keeps_its_context(service: Served, url: str) -> None:
     service.engine.contexts["book"] = [1]
     path = "/v1/contexts/book?upload_id=u"
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         headers = {**PLAIN, "Upload-Length": "100"}
         assert events_of(await client.post(f"{path}&append=true", content=b"some", headers=headers))[-1][
             "received_bytes"
@@ -113,7 +115,7 @@ async def test_cancelled_append_keeps_its_context(service: Served, url: str) -> 
 
 
 async def test_querying_an_upload_does_not_start_one(service: Served, url: str) -> None:
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         answer = await client.head("/v1/contexts/new?upload_id=u1")
         assert (answer.status_code, answer.headers["upload-offset"], answer.headers["upload-complete"]) == (
             200,
@@ -125,7 +127,7 @@ async def test_querying_an_upload_does_not_start_one(service: Served, url: str) 
 
 
 async def test_two_uploads_with_one_name_create_one_context(service: Served, url: str) -> None:
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         both = [client.post(f"/v1/contexts/book?upload_id={u}", content=b"text", headers=PLAIN) for u in "ab"]
         ends = [
             events_of(answer)[-1] if answer.status_code == 200 else answer.json()
@@ -135,7 +137,7 @@ async def test_two_uploads_with_one_name_create_one_context(service: Served, url
 
 
 async def test_invalid_documents_are_refused(url: str) -> None:
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         for headers, status in (({"content-type": "application/json"}, 415), ({"content-type": "multipart/form"}, 415)):
             assert (await client.post("/v1/contexts/x", content=b"{}", headers=headers)).status_code == status
         for charset, status in (
@@ -228,7 +230,7 @@ async def break_off(client: httpx2.AsyncClient, path: str, part: bytes, headers:
 
 
 async def test_cluster_state_is_sent_initially_and_after_each_change(service: Served, url: str) -> None:
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         once = (await client.get("/v1/cluster", params={"once": "true"})).json()
         assert (once["model"]["name"], once["running"], once["workers"][0]["node"]) == ("fake", 3, "here")
         assert once["drafting"] is None
@@ -245,7 +247,7 @@ async def test_cluster_state_is_sent_initially_and_after_each_change(service: Se
 
 
 async def test_head_request_for_the_cluster_returns_the_headers_and_ends(url: str) -> None:
-    async with httpx2.AsyncClient(base_url=url) as client, asyncio.timeout(10):
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client, asyncio.timeout(10):
         for parameters, kind in (({}, "text/event-stream"), ({"once": "true"}, "application/json")):
             head = await client.head("/v1/cluster", params=parameters)
             assert (head.status_code, head.headers["content-type"].partition(";")[0]) == (200, kind)
@@ -292,6 +294,6 @@ async def test_querying_an_upload_of_ids_leaves_it_unchanged(service: Served, ur
 
     before = await received(tuple(number % 100 for number in range(70_000)), (1, 2))
     assert before >= 65_536
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         assert (await client.head("/v1/contexts/book?upload_id=u")).headers["upload-offset"] == "0"
     assert await received() >= before

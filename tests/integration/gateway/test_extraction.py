@@ -164,7 +164,7 @@ async def test_files_stay_open_until_a_thread_no_longer_reads_them(monkeypatch: 
     monkeypatch.setattr(extraction, "extract", slow)
     slots, files = UploadSlots(), await received({"a.txt": b"text"})
     with slots.slot("a", "a") as slot:
-        running = extraction.Extraction(files, slot.limits, Collection(), as_text=False)
+        running = extraction.UploadExtraction(files, slot.limits, Collection(), as_text=False)
         work = asyncio.create_task(extraction._run_in_turn(running, files, slot))
         await began.wait()
         for _ in range(2):

@@ -35,13 +35,13 @@ async def test_foreign_hosts_and_origins_are_refused(service: Served) -> None:
         ({"host": "localhost", "origin": "http://evil.example"}, 403),
     )
     gateway = opened(service.address, public_url="https://books.example")
-    async with gateway as url, httpx2.AsyncClient(base_url=url) as client:
+    async with gateway as url, httpx2.AsyncClient(base_url=url, timeout=60) as client:
         for headers, status in cases:
             assert (await client.get("/v1/models", headers=headers)).status_code == status, headers
 
 
 async def test_every_response_has_browser_security_headers(url: str) -> None:
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         for path in ("/", "/v1/models", "/nothing", "/page/..%2fapp.py"):
             answer = await client.get(path)
             is_page = answer.headers["content-type"].startswith("text/html")
@@ -53,7 +53,7 @@ async def test_every_response_has_browser_security_headers(url: str) -> None:
 
 
 async def test_cross_site_browser_requests_get_only_the_page(url: str) -> None:
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         for path, site, status in (
             ("/v1/models", "cross-site", 403),
             ("/v1/models", "same-site", 403),  # another port of this machine
@@ -72,7 +72,7 @@ async def test_pages_of_allowed_origins_may_call_and_no_others(service: Served) 
     service.engine.answer = ((104,), (105,))
     body = {"model": "model", "messages": [{"role": "user", "content": "Who?"}]}
     gateway = opened(service.address, allow_origin=(CHAT, "http://localhost:3000"))
-    async with gateway as url, httpx2.AsyncClient(base_url=url) as client:
+    async with gateway as url, httpx2.AsyncClient(base_url=url, timeout=60) as client:
         body["model"] = (await client.get("/v1/models")).json()["data"][0]["id"]
         for origin in (CHAT, "http://localhost:3000"):
             browser = {"origin": origin, "sec-fetch-site": "cross-site"}
@@ -95,7 +95,7 @@ async def test_pages_of_allowed_origins_may_call_and_no_others(service: Served) 
 
 async def test_pages_of_allowed_origins_can_read_errors(service: Served) -> None:
     gateway = opened(service.address, allow_origin=(CHAT,))
-    async with gateway as url, httpx2.AsyncClient(base_url=url) as client:
+    async with gateway as url, httpx2.AsyncClient(base_url=url, timeout=60) as client:
         for path, headers, status in (
             ("/v1/nothing", {}, 404),
             ("/v1/contexts/none", {}, 404),
@@ -124,7 +124,7 @@ async def test_pages_of_allowed_origins_can_read_errors_before_routing(service: 
             assert headers.get("access-control-allow-origin") == allowed
             assert ("retry-after" in headers.get("access-control-expose-headers", "")) == (allowed is not None)
     async with opened(service.address, allow_origin=(CHAT,), max_connections=1) as url:
-        async with httpx2.AsyncClient(base_url=url) as client:
+        async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
             assert (await client.get("/healthz")).status_code == 200  # its connection stays open
             headers = await refused_headers(url, f"origin: {CHAT}\r\n", 503)
         assert (headers["access-control-allow-origin"], headers["retry-after"]) == (CHAT, "1")
@@ -151,7 +151,7 @@ async def test_preflight_requests_of_allowed_origins_are_answered(service: Serve
         "sec-fetch-site": "cross-site",
     }
     gateway = opened(service.address, allow_origin=(CHAT,))
-    async with gateway as url, httpx2.AsyncClient(base_url=url) as client:
+    async with gateway as url, httpx2.AsyncClient(base_url=url, timeout=60) as client:
         found = await client.options("/v1/chat/completions", headers=asked | {"origin": CHAT})
         assert (found.status_code, found.headers["access-control-allow-origin"]) == (200, CHAT)
         assert found.headers["access-control-allow-headers"] == asked["access-control-request-headers"]
@@ -160,7 +160,7 @@ async def test_preflight_requests_of_allowed_origins_are_answered(service: Serve
         refused = await client.options("/v1/chat/completions", headers=asked | {"origin": "https://evil.example"})
         assert refused.status_code == 400
         assert "access-control-allow-origin" not in refused.headers
-    async with opened(service.address) as url, httpx2.AsyncClient(base_url=url) as client:
+    async with opened(service.address) as url, httpx2.AsyncClient(base_url=url, timeout=60) as client:
         refused = await client.options("/v1/chat/completions", headers=asked | {"origin": CHAT})
         assert refused.status_code == 403
         assert "access-control-allow-origin" not in refused.headers
@@ -202,7 +202,7 @@ async def test_no_page_path_causes_a_500(url: str) -> None:
 
 
 async def test_credential_is_forwarded_unparsed(service: Served, url: str) -> None:
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         assert (await client.get("/v1/models", headers={"authorization": "Bearer who-ever"})).status_code == 200
         for given in ("Basic eA==", "Bearer", "Bearer a b"):
             answer = await client.get("/v1/models", headers={"authorization": given})
@@ -211,7 +211,7 @@ async def test_credential_is_forwarded_unparsed(service: Served, url: str) -> No
 
 
 async def test_unknown_paths_and_methods_list_the_valid_ones(url: str) -> None:
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         answer = await client.post("/chat/completions", json={})  # base_url lacks /v1
         assert (answer.status_code, "use /v1/chat/completions" in answer.text) == (404, True)
         answer = await client.get("/v1/chat/completions")
@@ -251,7 +251,7 @@ async def test_connections_are_bounded(service: Served) -> None:
         two = [await connect() for _ in range(2)]
         for each in two:
             await is_answered(*each)
-        async with httpx2.AsyncClient(base_url=url) as client:
+        async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
             for asking in (client.get("/healthz"), client.post("/v1/completions", content=b"x" * 1_000_000)):
                 answer = await asking
                 assert answer.status_code == 503 and answer.json()["error"]["code"] == "gateway_busy"
@@ -313,8 +313,8 @@ async def test_each_caller_is_identified_by_its_credential(tmp_path: Path) -> No
     entries = [CredentialEntry(tenant=name, role="user", digests=(digest_of(each),)) for name, each in names.items()]
     file.write_text("".join(f"{line_of(entry)}\n" for entry in entries))
     served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.from_file(str(file)))
-    async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
-        acme, other = ({"authorization": f"Bearer {each}"} for each in names.values())
+    async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        acme, other = {"x-api-key": names["acme"]}, {"authorization": f"Bearer {names['other']}"}
         plain = {"content-type": "text/plain"}
         assert (await client.post("/v1/contexts/book", content=b"x", headers=plain)).status_code == 401
         assert (await client.post("/v1/contexts/book", content=b"x", headers=plain | acme)).status_code == 200
@@ -329,6 +329,7 @@ async def test_each_caller_is_identified_by_its_credential(tmp_path: Path) -> No
     [
         "POST /v1/chat/completions",
         "POST /v1/completions",
+        "POST /v1/messages",
         "POST /v1/contexts/book/fork",
         "PATCH /v1/contexts/book",
         "POST /v1/contexts/book",
@@ -351,7 +352,7 @@ async def test_callers_without_a_credential_cannot_learn_the_model_name(tmp_path
     credential, file = new_credential(), tmp_path / "credentials"
     file.write_text(f"{line_of(CredentialEntry(tenant='acme', role='user', digests=(digest_of(credential),)))}\n")
     served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.from_file(str(file)))
-    async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
+    async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url, timeout=60) as client:
 
         async def query(model: str, headers: dict[str, str]) -> tuple[int, str]:
             body = {"model": model, "messages": [{"role": "user", "content": "Who?"}]}
@@ -360,6 +361,7 @@ async def test_callers_without_a_credential_cannot_learn_the_model_name(tmp_path
 
         known = {"authorization": f"Bearer {credential}"}
         assert (await query("other", known))[0] == 404  # the gateway has cached the name from here on
-        for wrong in ({}, {"authorization": f"Bearer {new_credential()}"}):
+        assert (await query("other", {"x-api-key": credential}))[0] == 404
+        for wrong in ({}, {"authorization": f"Bearer {new_credential()}"}, {"x-api-key": new_credential()}):
             assert (await query("fake", wrong))[0] == 401
             assert await query("other", wrong) == await query("fake", wrong)

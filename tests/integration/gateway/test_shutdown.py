@@ -45,7 +45,7 @@ async def test_running_calls_finish_after_any_signal(service: Served, number: si
         lines = aiter(stream.aiter_lines())
         assert (await anext(lines)).startswith("data: ")
         process.send_signal(number)
-        async with httpx2.AsyncClient(base_url=url) as other:
+        async with httpx2.AsyncClient(base_url=url, timeout=60) as other:
             await until_refused(other)
         service.engine.streams[0].released.set()
         printed = [line async for line in lines if line]  # an empty end would raise

@@ -7,8 +7,8 @@ import httpx2
 import pytest
 
 from coordinator import engine_messages
+from gateway import generations
 from gateway.contexts import upload
-from gateway.openai import answers
 from gateway.sse import EventResponse
 from longleaf.types import Progress
 from tests.support.service import TEXT, Served, ids
@@ -35,9 +35,9 @@ async def until(lines: Any, line: str) -> None:
 async def test_queued_answer_reports_the_reason(
     service: Served, url: str, happens: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers, "EventResponse", partial(EventResponse, heartbeat=0.01))
+    monkeypatch.setattr(generations, "EventResponse", partial(EventResponse, heartbeat=0.01))
     service.engine.script, service.engine.is_endless = (happens,), True
-    async with httpx2.AsyncClient(base_url=url) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         for path, body in (("chat/completions", QUESTION), ("completions", {"prompt": "Who?", "stream": True})):
             async with client.stream("POST", f"/v1/{path}", json={"model": "fake", **body}) as stream:
                 await until(aiter(stream.aiter_lines()), message)
@@ -47,7 +47,7 @@ async def test_ingest_reports_its_progress(service: Served, url: str, monkeypatc
     monkeypatch.setattr(upload, "EventResponse", partial(EventResponse, heartbeat=0.01))
     service.engine.is_endless = True
     async with (
-        httpx2.AsyncClient(base_url=url) as client,
+        httpx2.AsyncClient(base_url=url, timeout=60) as client,
         client.stream("POST", "/v1/contexts/book", content=TEXT.encode(), headers=PLAIN) as stream,
     ):
         num_tokens = len(ids(TEXT)) + 2

@@ -218,7 +218,7 @@ async def test_template_without_tools_is_refused_by_name(tmp_path: Path) -> None
 async def test_unknown_format_leaves_text_with_the_reason(tmp_path: Path) -> None:
     async with scripted(tmp_path / "model", HERMES.replace("tool_call>", "my_call>")) as unknown:
         unknown.writes(CALL)
-        async with httpx2.AsyncClient(base_url=unknown.url) as http:
+        async with httpx2.AsyncClient(base_url=unknown.url, timeout=60) as http:
             for is_streamed in (False, True):
                 body = {"model": "fake", "messages": QUESTION, "tools": [WEATHER], "stream": is_streamed, "store": True}
                 answer = await http.post("/v1/chat/completions", json=body)
@@ -228,23 +228,38 @@ async def test_unknown_format_leaves_text_with_the_reason(tmp_path: Path) -> Non
                 assert '"stop"' in answer.text and (is_streamed or "<tool_call>" in answer.text)
 
 
+async def test_unknown_format_refuses_required_calls_by_name(tmp_path: Path) -> None:
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    async with scripted(tmp_path / "model", HERMES.replace("tool_call>", "my_call>")) as unknown:
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+            ({"tools": [strict]}, "tools[0].function.strict"),
+        ]
+        for options, param in cases:
+            with pytest.raises(openai.BadRequestError, match="format in which the model writes calls") as raised:
+                await unknown.ask(**options)
+            assert raised.value.param == param
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"tool_choice": "required", "tools": [WEATHER]}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": [WEATHER]}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": []}, "tools": [WEATHER]}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [{}]}, "tools[0].type"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": "yes"}}]}, "tools[0].function.strict"),
         ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a", "description": "x" * (1 << 20)}}]}, "tools"),
         ({"reasoning_effort": "much"}, "reasoning_effort"),
     ],
 )
 async def test_unsupported_tools_are_refused_by_name(hermes: Scripted, options: dict[str, Any], param: str) -> None:
-    async with httpx2.AsyncClient(base_url=hermes.url) as http:
+    async with httpx2.AsyncClient(base_url=hermes.url, timeout=60) as http:
         answer = await http.post("/v1/chat/completions", json={"model": "fake", "messages": QUESTION, **options})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
@@ -268,7 +283,7 @@ async def test_unsupported_tools_are_refused_by_name(hermes: Scripted, options: 
     ],
 )
 async def test_invalid_history_is_refused_by_name(hermes: Scripted, messages: Any, param: str) -> None:
-    async with httpx2.AsyncClient(base_url=hermes.url) as http:
+    async with httpx2.AsyncClient(base_url=hermes.url, timeout=60) as http:
         body = {"model": "fake", "messages": [*QUESTION, *messages], "tools": [WEATHER]}
         answer = await http.post("/v1/chat/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text

@@ -110,7 +110,7 @@ async def test_operator_log_has_the_reason_once(tmp_path: Path) -> None:
         gateway = await create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert gateway.stdout is not None
         url = (await gateway.stdout.readline()).decode().removeprefix("listening on ").strip()
-        async with httpx2.AsyncClient(base_url=url) as client:
+        async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
             for _ in range(5):
                 assert (await client.get("/v1/models")).status_code == 503
         gateway.terminate()

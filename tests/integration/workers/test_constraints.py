@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import re
 from itertools import product
 
@@ -12,11 +13,15 @@ from tokenizers import Tokenizer
 
 from coordinator.engine_messages import Ended, Prompt, Tokens
 from coordinator.grammars.source import grammar_of
+from coordinator.scheduling.speculation import Drafter
 from longleaf.errors import InvalidArgument
+from longleaf.grammars.vocabulary import read_vocabulary
 from longleaf.sampling import SamplingParams
 from longleaf.types import json_schema, regex
+from tests.support.golden.knowing import KnowingDrafter
 from tests.support.golden.plain import draw_ids, load_plain, make_golden
 from tests.support.golden.states import running
+from tests.support.random_drafter import RandomPolicy
 from tests.support.threads import config_for
 from workers import rank as ranks
 from workers.sampling.device_sampler import DeviceSampler
@@ -74,7 +79,7 @@ def masked_by_hand(golden, prompt, bias):
             return ids[len(prompt) :], text
 
 
-async def ask(engine, golden, prompt, grammar, num_samples=1, **sampling):
+async def ask(engine, golden, prompt, grammar, num_samples=1, max_drafts=0, **sampling):
     """Token ids, logprobs and the finish reason of each sample."""
     params = SamplingParams(**{"max_tokens": 40, **sampling})
     request = Prompt(
@@ -84,6 +89,7 @@ async def ask(engine, golden, prompt, grammar, num_samples=1, **sampling):
         grammar=grammar,
         end_tokens=frozenset({END}),
         num_samples=num_samples,
+        max_draft_tokens=max_drafts,
     )
     tokens, reasons = [[] for _ in range(num_samples)], [""] * num_samples
     async for event in engine.submit(request):
@@ -184,3 +190,58 @@ async def test_answer_that_becomes_too_complex_ends_alone(golden, sampler):
     assert "lexer error: too many expressions constructed" in failed.description
     _, tokenizer = token_texts(golden)
     assert (tokenizer.decode(ids), reason) == ("b" * 40, "stop")
+
+
+@pytest.mark.parametrize(("share", "most", "world_size"), [(0.8, 24, 2), (1.0, 24, 1), (0.5, 40, 1)])
+async def test_drafts_do_not_change_constrained_answers(golden, sampler, monkeypatch, share, most, world_size):
+    """Right and wrong drafts, drafts that the grammar refuses, and drafts behind the end of the answer."""
+    grammars = [grammar_of(regex(PATTERN)), grammar_of(json_schema(SCHEMA)), grammar_of(regex("(ab|ba){3,9}c"))]
+    samplings = [
+        {},
+        {"temperature": 1.0, "seed": 1},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "temperature": 0.8, "seed": 2},
+    ]
+    config = config_for(golden.folder, world_size=world_size, block_size=16)
+    questions = [(golden.prompt[: 40 + i], grammar, each) for i, each in enumerate(samplings) for grammar in grammars]
+
+    async def answers():
+        async with running(config) as engine:
+            requests = [ask(engine, golden, p, g, max_tokens=most, **each) for p, g, each in questions]
+            return [(ids, reason) for [(ids, _, reason)] in await asyncio.gather(*requests)]
+
+    wanted = await answers()
+    drafter = KnowingDrafter(config.block_size, [[*ids, END, 7, 7] for ids, _ in wanted], share)
+    monkeypatch.setattr("coordinator.scheduling.scheduler.Drafter", lambda *_: drafter)
+    assert await answers() == wanted
+    assert drafter.num_right > 20
+    assert drafter.num_wrong > 0
+
+
+async def test_failure_behind_drafts_is_that_of_the_grammar(golden, sampler, monkeypatch):
+    hostile = grammar_of(regex("(a{1,1000}){1,1000}"))
+    config = config_for(golden.folder, world_size=1)
+    drafter = KnowingDrafter(config.block_size, [[token_texts(golden)[0].index("a")] * 900], 1.0)
+    monkeypatch.setattr("coordinator.scheduling.scheduler.Drafter", lambda *_: drafter)
+    async with running(config) as engine:
+        with pytest.raises(InvalidArgument, match="too many expressions constructed"):
+            await ask(engine, golden, golden.prompt[:40], hostile, max_tokens=900, logit_bias={END: -100.0})
+
+
+async def test_forced_text_is_drafted(golden, sampler, monkeypatch):
+    """Where the model divides it into the same tokens, several are accepted in a step."""
+    text = "the answer is no and the reason is none"
+    config, vocabulary = config_for(golden.folder, world_size=2, block_size=16), read_vocabulary(golden.folder)
+    divided = vocabulary.tokens.greedy_tokenize(text)
+    options = {"max_drafts": 7, "max_tokens": 60, "logit_bias": dict.fromkeys(divided, 50.0)}
+    drafter = Drafter(64, 7, config.block_size)
+    drafter._policy = RandomPolicy(random.Random(0))
+    counts = []
+    for _ in range(2):
+        async with running(config) as engine:
+            answers = [ask(engine, golden, golden.prompt[:40], grammar_of(regex(f"{text}(!|[?])")), **options)]
+            answers.append(ask(engine, golden, golden.prompt[:50], grammar_of(regex(PATTERN))))
+            counts.append([(ids, reason) for [(ids, _, reason)] in await asyncio.gather(*answers)])
+            drafted = engine._scheduler.drafts
+        monkeypatch.setattr("coordinator.scheduling.scheduler.Drafter", lambda *_: drafter)
+    assert counts[0] == counts[1]
+    assert drafted.num_accepted >= 8

@@ -67,6 +67,7 @@ def test_masks_are_exact_and_survive_a_rebuild(wanted, listed, draws):
         assert rebuilt.error == ""
         allowed = np.flatnonzero(mask)
         chosen = int(allowed[number % len(allowed)])
+        check_drafts(matcher, rebuilt, chosen, len(listed))
         matcher.accept(chosen)
         assert matcher.error == ""
         ids.append(chosen)
@@ -75,6 +76,22 @@ def test_masks_are_exact_and_survive_a_rebuild(wanted, listed, draws):
         assert matcher.has_ended == (chosen == END or is_last)
         if matcher.has_ended:
             return
+
+
+def check_drafts(matcher, other, draft, size):
+    """Masks behind drafts are those after the drafts. `other` is in the same state."""
+    refused = int(np.flatnonzero(~matcher.allowed(size))[0]) if not matcher.allowed(size).all() else draft
+    masks = matcher.allowed_behind([draft, refused, draft], size)
+    other.accept(draft)
+    if other.has_ended:
+        assert not np.any(masks)
+        return
+    assert np.array_equal(masks[0], other.allowed(size))
+    if other.allowed(size)[refused]:
+        other.accept(refused)
+        assert np.array_equal(masks[1], np.zeros(size) if other.has_ended else other.allowed(size))
+    else:
+        assert not np.any(masks[1:])
 
 
 @pytest.mark.parametrize("size", [3, 5, 8])
@@ -121,3 +138,15 @@ def test_masked_token_is_an_error():
     found.allowed(3)
     found.accept(2)
     assert found.error == "allows only tokens that the model excludes"
+
+
+def test_forced_text_is_divided_into_the_longest_tokens():
+    found = matcher_of("(a|b)abba(a|b)", [b"", b"a", b"b", b"ab", b"bba"])
+    assert found.forced() == []
+    found.accept(2)
+    assert found.forced() == [3, 2, 1]
+    assert found.allowed_behind([3, 2, 1], 5)[-1].tolist() == [False, True, True, False, False]
+    for token_id in (3, 2, 1, 1):
+        found.accept(token_id)
+    assert found.has_ended
+    assert found.forced() == []

@@ -29,6 +29,12 @@ CASES: list[Case] = [
     ("int4", 33, 96, 96, torch.float32, 1, False),
     ("int4", 70, 2048, 256, torch.float32, 1, False),
     ("float4", 70, 288, 32, torch.uint8, 1, False),
+    ("float8", 71, 320, 64, torch.float32, 1, False),
+    ("float8", 70, 192, 192, torch.bfloat16, 1, False),
+    ("int4", 71, 256, 32, torch.bfloat16, 1, False),
+    ("int4", 71, 384, 64, torch.bfloat16, 1, False),
+    ("int4", 71, 384, 384, torch.float16, 1, False),
+    ("float4", 71, 256, 32, torch.uint8, 1, False),
     ("float4", 71, 288, 16, torch.float8_e4m3fn, 1, False),
 ]
 
@@ -57,11 +63,15 @@ def kernel() -> NativeQuantizedLinear:
     return NativeQuantizedLinear.load()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_products_are_those_of_the_dequantized_weights(case: Case, kernel: NativeQuantizedLinear) -> None:
+def test_products_are_those_of_the_dequantized_weights(
+    case: Case, dtype: torch.dtype, kernel: NativeQuantizedLinear
+) -> None:
     matrix = matrix_of(case)
-    weights, product = matrix.dequantize(), kernel.bind(matrix)
-    x = torch.randn(MAX_ROWS, matrix.num_inputs, generator=torch.Generator().manual_seed(1))
+    weights, product = matrix.dequantize(), kernel.bind(matrix).in_float32
+    x = torch.randn(MAX_ROWS, matrix.num_inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = x.clone()
     bias = torch.linspace(-1, 1, matrix.num_outputs)
     expected = functional.linear(x.double(), weights.double(), bias.double())
     terms = functional.linear(x.abs().double(), weights.abs().double(), bias.abs().double())
@@ -70,6 +80,7 @@ def test_products_are_those_of_the_dequantized_weights(case: Case, kernel: Nativ
         found = product(x[:num_rows], bias)
         assert ((found - expected[:num_rows]).abs() <= BOUND * terms[:num_rows]).all()
         assert torch.equal(found, whole[:num_rows]), "the bits of a row depend on the rows beside it"
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -145,8 +145,6 @@ def test_several_calls_are_separate() -> None:
         '{"name": "add", "arguments": {"a": 1}',
         '{"name": "add", "arguments": [1]}',
         '{"name": "add", "arguments": {"a": NaN}}',
-        '{"name": "add", "arguments": {"a": 1e999}}',
-        '{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}",
         '{"name": "add", "arguments": {"a": ' + "[" * 100_000 + "}}",
         '{"name": "other", "arguments": {}}',
         '{"name": 3}',

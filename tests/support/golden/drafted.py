@@ -44,6 +44,16 @@ def guess(answers: Sequence[Ids], most: int, share: float, seed: int = 0) -> Dra
     return draft
 
 
+def refuse(answers: Sequence[Ids], count: int, number: int) -> Drafter:
+    """So many drafts in each step, of which the one with this number is wrong, if there is one."""
+
+    def draft(sequence: int, index: int, room: int) -> Ids:
+        known = answers[sequence][index : index + min(count, room)]
+        return tuple((token + 1) % 500 if i == number else token for i, token in enumerate(known))
+
+    return draft
+
+
 class Drafting:
     """Sequences that are answered in a batch, as a coordinator does: only the growth of a segment is sent."""
 
@@ -114,7 +124,8 @@ class Drafting:
         room = min((room or service._size) - 1, count - len(reported) - 1)
         drafts = self._draft(sequence, len(reported), room)
         assert len(drafts) <= room
-        runs = service._grow(tail, start, 1 + len(drafts), (start + row.sequence) % len(service.alive))
+        rank = (start + row.sequence) % len(service.alive)
+        runs = service._grow(tail, start, 1 + len(drafts), rank, len(drafts))
         windows = tail.window_runs and row_delta(known, tail.window_runs, service.window_size)
         is_complete = self._is_compared[sequence] and len(reported) + 1 + len(drafts) == count
         num_reference = start + 1 + len(drafts) if is_complete else 0
@@ -146,6 +157,15 @@ class Drafting:
                 slots = slots_of(own if windows is None or spec.reach.is_full else tail.window_runs, size)
                 found[number, layer] = rank.pool.take(layer, torch.tensor(slots, dtype=torch.long))
         return found
+
+    def states(self, sequence: int) -> dict[tuple[int, str], Tensor]:
+        """The recurrent states at the end of a sequence, by rank and part."""
+        run = self._service._tails[self.sequences[sequence]].window_runs[-1]
+        return {
+            (number, part.name): part.tensor[:, run.blocks[-1]]
+            for number, rank in enumerate(self.ranks)
+            for part in rank.pool.blocks(of_windows=True)
+        }
 
     def audit(self) -> None:
         """All ranks know the end of each sequence, whichever rank holds its keys, and hold no rejected drafts."""

@@ -256,9 +256,9 @@ class Service:
         for run in runs:
             self._pools[self.alive[run.rank]].free(run.blocks)
 
-    def _grow(self, tail: Segment, start: int, count: int, rank: int) -> tuple[Run, ...]:
-        """Runs for more tokens, in the last one as far as its blocks reach."""
-        self._advance_windows(tail, start, start + count, is_chunk=False)
+    def _grow(self, tail: Segment, start: int, count: int, rank: int, num_drafts: int = 0) -> tuple[Run, ...]:
+        """Runs for more tokens, the last of them drafts, in the last one as far as its blocks reach."""
+        self._advance_windows(tail, start, start + count, is_chunk=False, num_drafts=num_drafts)
         last = tail.runs[-1] if tail.runs else None
         if last is None or len(last) + count > len(last.blocks) * self._size:
             last = Run(rank, start, start, self._allocate(rank, count))
@@ -266,11 +266,11 @@ class Service:
         tail.put([grown], [last])
         return (grown,)
 
-    def _advance_windows(self, segment: Segment, start: int, end: int, *, is_chunk: bool) -> None:
-        """The window runs of a segment when tokens come, as the placer has them."""
+    def _advance_windows(self, segment: Segment, start: int, end: int, *, is_chunk: bool, num_drafts: int = 0) -> None:
+        """The window runs of a segment when tokens come, as the placer has them. Each draft has a state."""
         if self._windows is not None:
             is_last_only = is_chunk or self._windows.is_state
-            first = max(start, self._windows.first(end)) if is_last_only else start
+            first = max(start, self._windows.first(end - num_drafts)) if is_last_only else start
             retained = self._window_pool.trim(segment.window_runs, start)
             segment.window_runs = self._window_pool.grow(retained, first, end)
 

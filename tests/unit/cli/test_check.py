@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from coordinator.text.compat_check import check as check_text
 from longleaf import weights_choice
-from longleaf.cli.models import describe_exchanges, describe_spare, kinds_table, show, spans
+from longleaf.cli.models import describe_exchanges, describe_spare, exactness_of, kinds_table, show, spans
 from longleaf.config import EngineConfig
 from longleaf.fingerprint import read_fingerprint
 from longleaf.formatting import human_bytes
@@ -29,6 +29,7 @@ from tests.support.terminal import Terminal
 from workers.compat_check import check
 from workers.model import mixers
 from workers.model import model as models
+from workers.model.mixers import describe_layers
 from zoo.checkpoints import PAD_IDS, make_checkpoint
 
 FAMILIES = ("llama", "qwen3", "mistral", "smollm3", "gemma2", "gpt_oss", "mistral3", "glm4_moe_lite")
@@ -361,4 +362,17 @@ def test_recurrent_states_are_reported(tmp_path: Path, capsys: pytest.CaptureFix
     show(ModelReport(model="small", is_supported=True, text=TextReport(), attention=found), is_running=False)
     printed = " ".join(capsys.readouterr().out.split())
     assert "recurrent states 36.0 KiB for each end of a context (3 layers, 0-2)" in printed
-    assert "28 recurrent states on each rank" in printed
+    assert "28 recurrent states on each rank, for 27 contexts of one document" in printed
+
+
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_layers_with_two_formulas_are_not_reported_exact(tmp_path: Path, *, has_weights: bool) -> None:
+    """The comparison passes, and some single rows follow another formula than in `generate`."""
+    folder = make_checkpoint(tmp_path, "nemotron_h")
+    found = check(config(folder), has_weights=has_weights)
+    verdict = "; exactness unknown: the weights were not read; --load compares it with plain attention"
+    if has_weights:
+        layers = describe_layers(found.states.layers if found.states else ())
+        verdict = f"; not exact: {layers}: transformers computes single rows by another formula"
+    assert (found.reason, found.is_exact) == ("", False if has_weights else None)
+    assert exactness_of(found) == verdict

@@ -93,6 +93,18 @@ def test_cluster_reports_replicated_windows() -> None:
     assert "keys of windowed layers on every rank, 96 of 4,096 tokens" in headlines(found)
 
 
+def test_cluster_reports_recurrent_states() -> None:
+    worker = Worker(rank=0, node="n", pid=1, device="cpu", tokens=0, max_tokens=4096, kv_bytes=0)
+    shape = {"model": ModelInfo(name="m"), "workers": (worker,), "world_size": 1, "epoch": 1, "merge": "auto"}
+    found = Cluster(**shape, launcher="local", states=96, max_states=1024, state_bytes=36_864)
+    assert "recurrent states on every rank, 96 of 1,024, 36.0 KiB each" in headlines(found)
+    answer = json.loads(msgspec.json.encode(to_json(found)))
+    assert (answer["states"], answer["max_states"], answer["state_bytes"]) == (96, 1024, 36_864)
+    hidden = replace(found, workers=(replace(worker, pid=0),))
+    assert "recurrent states on every rank, 1,024, 36.0 KiB each" in headlines(hidden)
+    assert json.loads(msgspec.json.encode(to_json(hidden)))["states"] is None
+
+
 def test_draft_acceptance_is_reported_if_there_were_drafts() -> None:
     nothing = Drafting(drafted_tokens=0, accepted_tokens=0, tokens_per_step=1)
     assert [drafting_lines(each) for each in (None, nothing)] == [[], []]

@@ -42,7 +42,9 @@ def exported() -> dict[str, Metric]:
         emit(Ended("length", 1, 0, 2, 0.0, 0.0, 0.0))
     counts.add_step("decode", 1.0, 8)
     sources = MetricSources(
-        cluster=lambda: changed(FakeEngine().cluster(), merge_timings=(MergeTiming(1, "gather", {"gather": 1.0}),)),
+        cluster=lambda: changed(
+            FakeEngine().cluster(), merge_timings=(MergeTiming(1, "gather", {"gather": 1.0}),), max_states=1
+        ),
         counts=lambda: counts,
         ranks_lost=lambda: 0,
         refused_credentials=lambda: 0,

@@ -16,7 +16,7 @@ from coordinator.kv_cache.block_placer import BlockPlacer
 from coordinator.scheduling.sequences import SequenceJob
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, RankLost, Unavailable
-from longleaf.positions import AttentionSpan, WindowSpec
+from longleaf.positions import STATE_SPAN, AttentionSpan, WindowSpec
 from longleaf.rank_protocol.step import Row, StepPlan, StepResult
 from longleaf.sampling import SamplingParams
 from longleaf.types import ContextSettings, Progress, RankShare
@@ -81,6 +81,18 @@ async def test_views_include_windows_on_every_rank() -> None:
         cluster = engine.cluster()
         assert (cluster.window_tokens, cluster.max_window_tokens) == (4, 40)
         assert [(w.kv_bytes, w.max_kv_bytes) for w in cluster.workers] == [(2080, 400 * 64 + 40 * 8)] * 2
+
+
+async def test_views_include_recurrent_states() -> None:
+    states = WindowSpec(reaches=(STATE_SPAN,), num_blocks=10, bytes_per_token=500, is_state=True)
+    async with running(FakeRanks(2, 100, windows=states)) as (engine, _):
+        _ = [event async for event in engine.ingest(DocumentPrompt(context="doc", token_ids=list(range(64))))]
+        assert engine.get_context("doc").kv_bytes == 64 * 64 + 2 * 500
+        cluster = engine.cluster()
+        assert (cluster.states, cluster.max_states, cluster.state_bytes) == (1, 10, 500)
+        assert (cluster.window_tokens, cluster.max_window_tokens) == (0, 0)
+        await engine.delete_context("doc")
+        assert engine.cluster().states == 0
 
 
 async def test_errors_are_raised_immediately() -> None:

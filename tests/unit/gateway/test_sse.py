@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.openai.answers import WaitStatus
+from gateway.generations import WaitStatus
 from gateway.sse import EventResponse, event
 from longleaf.types import Progress, Recovering, Started
 

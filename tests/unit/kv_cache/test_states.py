@@ -9,7 +9,8 @@ from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.positions import EVERY_RANK, STATE_SPAN, WindowSpec
 from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan
-from tests.support.scheduling import Asker
+from tests.support.random_drafter import RandomDrafter
+from tests.support.scheduling import Asker, Bench
 
 STATES = WindowSpec(reaches=(STATE_SPAN,), num_blocks=20, is_state=True)
 
@@ -114,8 +115,31 @@ def test_a_job_without_room_for_its_states_waits_or_is_refused() -> None:
         bench.ask(20)
 
 
-def test_drafts_are_off() -> None:
-    bench = Asker(windows=STATES, max_draft_tokens=4)
-    for _ in range(3):
-        bench.prompt([1, 2, 3] * 5, max_tokens=9)
-        assert not any(plan.num_drafts for plan in bench.run())
+def num_used(bench: Bench) -> int:
+    return bench.placer.num_blocks.windows - bench.placer.num_free.windows
+
+
+@pytest.mark.parametrize("kind", RandomDrafter.KINDS)
+def test_drafts_have_states_until_their_step_ends(kind: str) -> None:
+    bench = Bench(windows=STATES, drafts=kind, max_draft_tokens=3, block_size=32)
+    jobs = [bench.ask(count, max_tokens=50, max_draft_tokens=3) for count in (20, 25)]
+    num_drafts = 0
+    while (plan := bench.schedule()) is not None:
+        before = num_used(bench)
+        bench.commit(plan)
+        if plan.num_drafts:
+            num_drafts += plan.num_drafts
+            assert num_used(bench) <= before - plan.num_drafts
+    assert num_drafts
+    assert num_used(bench) == 2, "the ends of both prompts are cached"
+    assert [bench.tokens(job) for job in jobs] == [bench.alone(count, 50) for count in (20, 25)]
+
+
+@pytest.mark.parametrize("num_states", [4, 5, 6])
+def test_drafts_take_no_states_that_are_reserved(num_states: int) -> None:
+    """A generation has four states reserved, and gives one back once its prompt is computed."""
+    windows = replace(STATES, num_blocks=num_states)
+    bench = Bench(windows=windows, drafts="right", max_draft_tokens=3, block_size=32)
+    job = bench.ask(20, max_tokens=50, max_draft_tokens=3)
+    assert max(plan.num_drafts for plan in bench.run()) == num_states - 3
+    assert bench.tokens(job) == bench.alone(20, 50)

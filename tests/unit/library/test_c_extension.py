@@ -218,6 +218,41 @@ def test_changed_source_is_compiled(source, installed):
     assert len(cached_libraries()) == 1
 
 
+@pytest.fixture
+def headers(source):
+    """Two headers, of which the source includes one, and that one the other."""
+    outer, inner = source.with_name("outer.h"), source.with_name("inner.h")
+    source.write_text('#include <string.h>\n#include "outer.h"\nint answer(void) { return ANSWER; }')
+    outer.write_text('#include "inner.h"\n#define ANSWER INNER')
+    inner.write_text("#define INNER 42")
+    return outer, inner
+
+
+def test_changed_header_is_compiled(source, headers, installed):
+    c_extension.install(source, FLAGS)
+    assert answer(source) == 42 and not cached_libraries()
+    outer, inner = headers
+    inner.write_text("#define INNER 43")
+    assert answer(source) == 43 and len(cached_libraries()) == 1
+    outer.write_text("#define ANSWER 44")
+    assert answer(source) == 44 and len(cached_libraries()) == 2
+    outer.write_text('#include "inner.h"\n#define ANSWER INNER')
+    assert answer(source) == 43 and len(cached_libraries()) == 2
+
+
+def test_headers_that_include_each_other_are_compiled(source, headers):
+    _, inner = headers
+    inner.write_text('#pragma once\n#include "outer.h"\n#define INNER 42')
+    headers[0].write_text('#pragma once\n#include "inner.h"\n#define ANSWER INNER')
+    assert answer(source) == 42
+
+
+def test_missing_header_is_reported(source, headers):
+    headers[1].unlink()
+    with pytest.raises(OSError, match=r"inner\.h"):
+        answer(source)
+
+
 def test_library_is_loaded_only_if_the_processor_has_its_features(source, installed, monkeypatch):
     kinds = c_extension.KINDS[platform.machine()]
     c_extension.install(source, ("-O1", c_extension.NATIVE))

@@ -1,11 +1,15 @@
 """Answers with grammars: their rows, their end, and errors of the grammar."""
 
+import random
+from collections.abc import Sequence
+
 import pytest
 from msgspec.structs import replace
 
 from coordinator.engine_messages import Ended
 from longleaf.errors import InvalidArgument
 from longleaf.rank_protocol.step import Decode, GrammarTerms, StepPlan, StepResult
+from tests.support.random_drafter import RandomPolicy
 from tests.support.scheduling import Bench
 
 GRAMMAR = "start: /a+/"
@@ -31,14 +35,13 @@ def last(bench: Bench, job: int) -> object:
     return bench.seen[job][-1]
 
 
-def test_first_row_has_the_grammar_and_no_row_has_drafts() -> None:
+def test_first_row_has_the_grammar() -> None:
     bench, job = begun(max_tokens=12)
     plans = list[StepPlan]()
     while (plan := bench.schedule()) is not None:
         plans.append(plan)
         bench.commit(plan)
     assert terms_of(plans[0]) == GrammarTerms(GRAMMAR, (END,), "t")
-    assert not any(plan.num_drafts for plan in plans)
     assert len(bench.tokens(job)) == 12
 
 
@@ -106,3 +109,28 @@ def test_preempted_answer_sends_its_tokens_again() -> None:
     bench.commit(plan)
     bench.run()
     assert len(bench.tokens(job)) == 8
+
+
+class EveryDraft(RandomPolicy):
+    """Uses whole drafts, and waits for them."""
+
+    def is_worth_waiting(self, expected: Sequence[Sequence[float]]) -> bool:
+        return True
+
+    def lengths(self, offered: Sequence[Sequence[float]]) -> list[int]:
+        return [len(chances) for chances in offered]
+
+
+def test_forced_text_is_the_next_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as the block has room for, after the tokens of the step that reported it, and there only."""
+    bench, job = begun(max_tokens=12)
+    monkeypatch.setattr(bench.scheduler._drafter, "_policy", EveryDraft(random.Random(0)))
+    forced, drafts = (), list[tuple[int, ...]]()
+    while (plan := bench.schedule()) is not None:
+        assert isinstance(plan.work, Decode)
+        [row] = plan.work.rows
+        assert row.draft_ids == forced[: len(row.draft_ids)]
+        drafts.append(row.draft_ids)
+        forced = () if forced else (7, 8, 9)
+        commit(bench, plan, forced={job: forced} if forced else {})
+    assert {(), (7, 8)} <= {*drafts}

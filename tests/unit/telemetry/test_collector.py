@@ -45,6 +45,13 @@ def test_pool_of_each_rank() -> None:
     assert [seen.value("longleaf_kv_cache_usage_ratio", rank=rank) for rank in "03"] == [0.25, 0]
 
 
+def test_pool_of_recurrent_states() -> None:
+    seen = of(changed(CLUSTER, states=3, max_states=28, state_bytes=500))
+    names = ("recurrent_states", "recurrent_state_capacity", "recurrent_state_bytes")
+    assert [seen.value(f"longleaf_{name}") for name in names] == [3, 28, 500]
+    assert "longleaf_recurrent_states" not in of(CLUSTER).families
+
+
 def test_metrics_of_an_unavailable_cluster_are_omitted() -> None:
     def refuse() -> Cluster:
         raise Unavailable("loading")
