@@ -20,7 +20,7 @@ from bench.pages.rendering import render
 
 BENCHES = (
     "decode ingest shared overhead fair scaling serve prefill windows sampling constraints seeds key_types hostile "
-    "bare recover durable metrics production gateway draft threads weights quantized"
+    "bare recover durable metrics production gateway draft threads weights quantized hybrid"
 ).split()
 TARGETS = {
     ("decode", 8000, 1, 1): 1.5,

@@ -51,6 +51,7 @@ from workers.kv_cache.workspace_estimate import room_for_graphs
 from workers.kv_io.kv_io import ENDED, NOT_RESIDENT, KvIo, OpenStore
 from workers.kv_io.kv_piece import form_of
 from workers.model import model as models
+from workers.model.compiled_mixers import compile_mixers
 from workers.model.local_weights import LocalWeights
 from workers.model.sharded_layers import RowExchange, processor_of
 from workers.model.sharded_model import load_share
@@ -150,6 +151,9 @@ class Rank:
         model = self._load_model(parts)
         backend = registry.choose(config.kernels, self.device, model.dtype)
         if isinstance(backend, NativeBackend):
+            if model.mixers is not None:
+                num_features = model.module.config.get_text_config().hidden_size
+                compile_mixers(model.mixers.layers, num_features, backend.recurrence)
             use_native_linear(model.module, backend.product)
         if self._verifies_model and model.exchange is None:
             self._exactness_note = verify_model(model, backend, config, self._fingerprint, self._records)

@@ -7,8 +7,9 @@ text that varies.
 import itertools
 import json
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -41,11 +42,13 @@ def make_checkpoint(
     initializer_range: float = 0.2,
     chat_template: str | None = None,
     pad_token_id: int = PAD_IDS[0],
+    settings: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes a float32 checkpoint with random weights into `folder` and returns the folder.
 
     The tokenizer of Qwen3 has no begin token. The same arguments give the same weights. `pad_token_id` is one of
-    PAD_IDS: transformers makes the embedding of the padding token zero, and many families have it as id 0.
+    PAD_IDS: transformers makes the embedding of the padding token zero, and many families have it as id 0. `settings`
+    are further ones of the family's config, such as the sizes of recurrent states.
     """
     special = special_tokens(pad_token_id)
     config = config_of(
@@ -64,6 +67,7 @@ def make_checkpoint(
         eos_token_id=special.index(END),
         pad_token_id=pad_token_id,
     )
+    config.update(dict(settings or {}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         sees = hasattr(config, "vision_config")

@@ -47,6 +47,12 @@ class Baseline:
             self._model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return cache
 
+    def prefill_seconds(self, ids: list[int], chunk_size: int) -> float:
+        """The duration of `prefill`."""
+        begin = time.perf_counter()
+        self.prefill(ids, chunk_size)
+        return time.perf_counter() - begin
+
     @torch.inference_mode()
     def random_cache(self, num_tokens: int) -> DynamicCache:
         """A cache of the right sizes with random content: the speed of decoding does not depend on the values."""
@@ -64,7 +70,8 @@ class Baseline:
         """One cache of several contexts of equal length; a context that repeats is read once."""
         if all(ids == contexts[0] for ids in contexts):
             cache = self.prefill(contexts[0], chunk_size)
-            cache.batch_repeat_interleave(len(contexts))
+            if len(contexts) > 1:  # recurrent states cannot be repeated
+                cache.batch_repeat_interleave(len(contexts))
             return cache
         cache = DynamicCache(config=self._model.config)
         for start in range(0, len(contexts[0]), chunk_size):

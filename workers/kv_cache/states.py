@@ -29,6 +29,10 @@ class StatePool:
             for layer, described in parts.items()
         }
 
+    def parts(self, layer: int) -> Mapping[PartName, Tensor]:
+        """The parts of a layer in all slots, [slots, ...]."""
+        return self._layers[layer]
+
     def load(self, layer: int, slots_B: Tensor) -> dict[PartName, Tensor]:
         """Copies of the states in B slots, [B, ...] of each part."""
         return {name: part.index_select(0, slots_B) for name, part in self._layers[layer].items()}

@@ -14,15 +14,16 @@ Shape letters: B sequences, L rows of each, F features.
 """
 
 import inspect
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longleaf.errors import ModelRefused
+from longleaf.kernels.cpu.recurrent import RecurrentPart, parts_tensor
 
 CACHE_METHODS = ("update_conv_state", "update_recurrent_state")
 """Methods of a cache that store a state. A layer whose forward pass calls one of them is a mixer."""
@@ -108,6 +109,49 @@ class StateCache:
         return False
 
 
+class SequenceParts(NamedTuple):
+    """The rows of a step by sequence, for compiled mixers."""
+
+    table_P4: Tensor
+    """See `longleaf.kernels.cpu.recurrent.parts_tensor`."""
+    is_single_T: Tensor
+    """Whether a row is the only one of its sequence and continues it, as in the decode steps of `generate`."""
+
+    @classmethod
+    def of(cls, parts: Sequence[RecurrentPart]) -> Self:
+        """From the parts of all rows, in order."""
+        is_single = [one.end - one.start == 1 and one.source >= 0 for one in parts for _ in range(one.start, one.end)]
+        return cls(parts_tensor(parts), torch.tensor(is_single))
+
+
+class Projected(NamedTuple):
+    """The projections of rows in a compiled mixer."""
+
+    gates: Tensor
+    """[T, ...], for `CompiledMixer.finish`."""
+    inputs: tuple[Tensor, ...]
+    """Inputs of the recurrence, each [T, ...]."""
+
+
+class CompiledMixer(Protocol):
+    """Computes the rows of a step in a mixer with compiled kernels. Only `advance` depends on other rows."""
+
+    dtype: torch.dtype
+    """Of rows and results."""
+
+    def project(self, rows_TF: Tensor) -> Projected: ...
+
+    def advance(self, inputs: Sequence[Tensor], pools: Mapping[PartName, Tensor], parts: SequenceParts) -> Tensor:
+        """The results [T, H, V] of the recurrence. States are read from slots of the pools, [slots, ...], and written
+        to others.
+        """
+        ...
+
+    def finish(self, found_THV: Tensor, gates: Tensor) -> Tensor:
+        """The results [T, F] of the mixer for at least one row."""
+        ...
+
+
 class SequenceMixer(nn.Module):
     """A mixer whose rows the step groups by sequence."""
 
@@ -120,9 +164,15 @@ class SequenceMixer(nn.Module):
         self.has_two_formulas = False
         """Whether a single row has another result than as one of several, in the module of transformers."""
         self.parts: tuple[StatePart, ...] = ()
+        self.compiled: CompiledMixer | None = None
+        """Computes the rows of steps instead of `compute`, if present."""
         self._mixers = mixers
         self._cache_name = _cache_name(plain)
         self._returns_tuple = False
+
+    def use_compiled(self, compiled: CompiledMixer) -> None:
+        """Makes steps compute rows with `compiled`."""
+        self.compiled = compiled
 
     def compute(self, rows_BLF: Tensor, cache: StateCache) -> Tensor:
         """The results [B, L, F] of the next rows of B sequences, whose states in `cache` advance."""

@@ -13,19 +13,21 @@ Shape letters: T rows of this rank, R rows of the step, B sequences, F features.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longleaf.comm import Comm
+from longleaf.kernels.cpu.recurrent import NO_SLOT, RecurrentPart
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.step import Prefill, Row
 from longleaf.runs import Run
 from workers.host_copies import numbers_on
 from workers.kv_cache.block_table import BlockTable, slots_of
 from workers.kv_cache.states import StatePool
-from workers.model.mixers import SequenceMixer, StateCache
+from workers.model.mixers import CompiledMixer, SequenceMixer, SequenceParts, StateCache
 
 
 class SequenceRows(NamedTuple):
@@ -92,6 +94,7 @@ class StateStep:
     def __init__(self, rows: StateRows, pool: StatePool, device: str, comm: Comm | None = None) -> None:
         """`comm`: the ranks that have the pieces of a chunk; None at world size 1, and for rows of every rank."""
         self._pool = pool
+        self._sequences = rows.sequences
         self._pieces = rows.pieces
         self._comm = comm
         stepwise = [one for one in rows.sequences if one.source is not None and len(one.stores) == one.end - one.start]
@@ -110,26 +113,76 @@ class StateStep:
             if one not in stepwise
         ]
 
+    @cached_property
+    def _compiled_parts(self) -> SequenceParts:
+        """The rows between stored states. Each part continues from the state that the one before it stored."""
+        parts = list[RecurrentPart]()
+        for one in self._sequences:
+            start, source = one.start, NO_SLOT if one.source is None else one.source
+            for count, slot in one.stores:
+                parts.append(RecurrentPart(start, one.start + count, source, slot))
+                start, source = one.start + count, slot
+            if start < one.end:
+                parts.append(RecurrentPart(start, one.end, source, NO_SLOT))
+        return SequenceParts.of(parts)
+
     def mix(self, mixer: SequenceMixer, hidden_TF: Tensor) -> Tensor:
         """The results [T, F] of a mixer for the rows of this rank. Stores the states of the step. In prefill a
         collective.
         """
+        if mixer.compiled is not None and hidden_TF.dtype == mixer.compiled.dtype:
+            return self._mix_compiled(mixer.compiled, mixer.layer, hidden_TF)
         if not self._pieces:
             return self._compute(mixer, hidden_TF)
-        rows_RF = hidden_TF[: len(self._pieces[0])]
-        if self._comm is not None:
-            gathered_NTF = self._comm.all_gather(hidden_TF.contiguous())
-            rows_RF = torch.cat([gathered_NTF[piece.rank, : len(piece)] for piece in self._pieces])
-        return self._own(self._compute(mixer, rows_RF), torch.zeros_like(hidden_TF))
+        own_TF, own = torch.zeros_like(hidden_TF), self._own_rows()
+        own_TF[: own.stop - own.start] = self._compute(mixer, self._gather(hidden_TF))[own]
+        return own_TF
 
-    def _own(self, results_RF: Tensor, own_TF: Tensor) -> Tensor:
-        """`own_TF` with the results of this rank's piece in its first rows."""
+    def _mix_compiled(self, compiled: CompiledMixer, layer: int, hidden_TF: Tensor) -> Tensor:
+        """As `mix`. A rank projects the rows of its piece, and gathers the projections of the others. Between machines,
+        where that would take longer than to project all rows, the rows are gathered first. States are equal on all
+        ranks in both cases.
+        """
+        pool, comm = self._pool.parts(layer), self._comm
+        if not self._pieces:
+            gates, inputs = compiled.project(hidden_TF)
+            return compiled.finish(compiled.advance(inputs, pool, self._compiled_parts), gates)
+        own, own_TF = self._own_rows(), torch.zeros_like(hidden_TF)
+        num_own = own.stop - own.start
+        if comm is None or comm.transport != "gloo":
+            gates, inputs = compiled.project(hidden_TF)
+            gates, inputs = gates[:num_own], self._gather_all(inputs)
+        else:
+            gates, inputs = compiled.project(self._gather(hidden_TF))
+            gates = gates[own]
+        found_RHV = compiled.advance(inputs, pool, self._compiled_parts)
+        if num_own:
+            own_TF[:num_own] = compiled.finish(found_RHV[own], gates)
+        return own_TF
+
+    def _own_rows(self) -> slice:
+        """The rows of the step that are this rank's piece."""
         rank, first = 0 if self._comm is None else self._comm.rank, 0
         for piece in self._pieces:
             if piece.rank == rank:
-                own_TF[: len(piece)] = results_RF[first : first + len(piece)]
+                return slice(first, first + len(piece))
             first += len(piece)
-        return own_TF
+        return slice(0, 0)
+
+    def _gather(self, rows_TF: Tensor) -> Tensor:
+        """The rows of all pieces, [R, F], from those of this rank."""
+        if self._comm is None:
+            return rows_TF[: len(self._pieces[0])]
+        gathered_NTF = self._comm.all_gather(rows_TF.contiguous())
+        return torch.cat([gathered_NTF[piece.rank, : len(piece)] for piece in self._pieces])
+
+    def _gather_all(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """As `_gather`, for several tensors at once."""
+        if self._comm is None:
+            return [self._gather(each) for each in inputs]
+        packed_RF = self._gather(torch.cat([each.flatten(1) for each in inputs], dim=1))
+        parts = packed_RF.split([each[0].numel() for each in inputs], dim=1)
+        return [part.unflatten(1, each.shape[1:]) for part, each in zip(parts, inputs, strict=True)]
 
     def _compute(self, mixer: SequenceMixer, rows_RF: Tensor) -> Tensor:
         """The results of all rows. Each column of rows is computed together, a row of each sequence."""

@@ -1,5 +1,5 @@
-"""CPU backend: compiled kernels for few rows, for their products with weights and for the fold, torch's flash kernel
-for many rows."""
+"""CPU backend: compiled kernels for few rows, for their products with weights, for recurrent states and for the fold,
+torch's flash kernel for many rows."""
 
 from collections.abc import Sequence
 
@@ -13,6 +13,7 @@ from longleaf.kernels.cpu.decode import NativeDecode
 from longleaf.kernels.cpu.flash import TorchFlashBackend
 from longleaf.kernels.cpu.fold import NativeFold
 from longleaf.kernels.cpu.linear import NativeLinear
+from longleaf.kernels.cpu.recurrent import NativeRecurrence
 
 
 class NativeBackend(TorchFlashBackend):
@@ -25,6 +26,8 @@ class NativeBackend(TorchFlashBackend):
         super().__init__()
         self.product = NativeLinear.load()
         """Products with the weights of a model."""
+        self.recurrence = NativeRecurrence.load()
+        """Layers with recurrent states."""
         self._decode = NativeDecode.load()
         self._fold = NativeFold.load()
         self.add_shares = NativeBlockAttribution.load()

@@ -46,6 +46,16 @@ def test_bench_draft_has_a_row_for_each_number_of_rows():
 
 
 @pytest.mark.bench
+@pytest.mark.parametrize("part", ["decode", "decode_8", "prefill", "restart"])
+def test_bench_hybrid_has_a_row_for_each_part(part):
+    size = ("--context", "256", "--batch-context", "64", "--document", "512", "--tokens", "4", "--repeats", "1")
+    [row] = run_benchmark("bench.hybrid", "--only", part, *size)["rows"]
+    assert row["part"] == part
+    assert row.get("same_tokens", 4) == 4
+    assert row.get("equal_answers", 1) == 1
+
+
+@pytest.mark.bench
 @pytest.mark.parametrize(
     ("part", "tokens"),
     [
