@@ -80,6 +80,22 @@ class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Number of recurrent states that fit: one for each end of a context, and up to three for a generation."""
 
 
+class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Capacity of GPUs of one size with a rank on each, sharded keys and the default settings of steps. An estimate."""
+
+    num_gpus: int
+    total_bytes: int
+    """Memory of each GPU."""
+    weights: WeightsChoice
+    """The weights of each rank; whole if they fit, unless a choice was given."""
+    weight_bytes: int
+    """Bytes of the weights on each GPU, at most."""
+    workspace_bytes: int
+    """Bytes that the steps of each rank need beside weights, keys and values."""
+    tokens: int
+    """Total capacity of all ranks; 0 if weights and workspace exceed the memory."""
+
+
 class ExchangeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Exchanges between ranks in a decode step."""
 
@@ -148,6 +164,8 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why it is unknown or False; empty otherwise."""
     plans: tuple[CapacityPlan, ...] = ()
     """For sharded keys, and for replicated windows if there are layers without full attention."""
+    gpus: GpuPlan | None = None
+    """The capacity of GPUs of 80 GB, whatever this machine has; None if the checkpoint is refused."""
 
     @property
     def dtypes(self) -> str:

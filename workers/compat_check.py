@@ -15,7 +15,7 @@ from typing import get_args
 
 import msgspec
 
-from longleaf.config import EngineConfig, WindowKeys
+from longleaf.config import EngineConfig, WeightsChoice, WindowKeys
 from longleaf.errors import InvalidArgument, ModelRefused, StartError
 from longleaf.kernels import registry
 from longleaf.model_report import (
@@ -23,6 +23,7 @@ from longleaf.model_report import (
     AttentionReport,
     CapacityPlan,
     ExchangeReport,
+    GpuPlan,
     RankPlan,
     ReplicatedReport,
     StateReport,
@@ -43,6 +44,7 @@ from workers.kv_cache.pools import (
     windowed_layers,
     windows_of,
 )
+from workers.kv_cache.workspace_estimate import workspace
 from workers.model import model as models
 from workers.model.meta_model import Outline, meta_model, outline
 from workers.model.model import LayerSpec, Model
@@ -53,6 +55,8 @@ from workers.model.weight_shares import Share, growth_bytes
 from workers.rank import choose_device, count_gpus
 
 WINDOW_KEYS: tuple[WindowKeys, ...] = get_args(WindowKeys)
+GPU_BYTES, GPUS_PER_MACHINE = 80 * 10**9, 8
+"""The GPUs for which every report has a plan."""
 UNKNOWN = "the weights were not read"
 """The reason why exactness is unknown."""
 
@@ -67,6 +71,7 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         whole, stored = (weight_bytes(known, chosen) for chosen in ({}, sizes))
         shares = measure_shares(config, {})
         weight_sizes = WeightSizes(whole, stored if sizes else 0)
+        gpus = plan_gpus(config, whole, shares)
         chosen = chosen_weights(weight_sizes, config, can_share=bool(shares.num_bytes))
         config = msgspec.structs.replace(config, weights=chosen.weights, weights_dtype=chosen.weights_dtype)
         is_stored = bool(sizes) and chosen.weights_dtype == "stored"
@@ -113,6 +118,7 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         has_weights=has_weights,
         is_exact=None if note else not two_formulas,
         exactness_note=note or two_formulas,
+        gpus=gpus,
         plans=tuple(plan(model, config, mode, pools) for mode in (WINDOW_KEYS if windowed else WINDOW_KEYS[:1])),
     )
 
@@ -180,6 +186,31 @@ def chosen_weights(sizes: WeightSizes, config: EngineConfig, *, can_share: bool)
     weights = config.weights if config.weights != "auto" or can_share else "whole"
     chosen = weights, config.weights_dtype
     return choose_weights(*chosen, sizes, memory_of_rank(config, num_gpus), config.world_size, config.kv_bytes or 0)
+
+
+def plan_gpus(config: EngineConfig, whole_bytes: int, shares: SharesOfWeights) -> GpuPlan:
+    """The capacity of GPUs for dequantized weights, of `whole_bytes` or in these shares."""
+    ways: tuple[WeightsChoice, ...] = ("whole", "sharded") if config.weights == "auto" else (config.weights,)
+    ways = ways if shares.num_bytes else ("whole",)
+    found = [_plan_gpus(msgspec.structs.replace(config, weights=way), whole_bytes, shares) for way in ways]
+    return next((one for one in found if one.tokens), found[-1])
+
+
+def _plan_gpus(config: EngineConfig, whole_bytes: int, shares: SharesOfWeights) -> GpuPlan:
+    count = config.world_size
+    model = meta_model(config.model, config.dtype)
+    needed = workspace(model, config, min(count, GPUS_PER_MACHINE), GPU_BYTES).total
+    weight_bytes = max(shares.num_bytes) if config.has_shares else whole_bytes
+    free = GPU_BYTES - needed - weight_bytes - (shares.spare_bytes if config.has_shares else 0)
+    tokens = max(0, free) // kv_bytes_per_token(model.layers, model.dtype, config) * count
+    return GpuPlan(
+        num_gpus=count,
+        total_bytes=GPU_BYTES,
+        weights=config.weights,
+        weight_bytes=weight_bytes,
+        workspace_bytes=needed,
+        tokens=tokens,
+    )
 
 
 def verify(model: Model, config: EngineConfig) -> str:

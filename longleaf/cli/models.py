@@ -34,6 +34,7 @@ from longleaf.model_report import (
     CapacityPlan,
     Dequantized,
     ExchangeReport,
+    GpuPlan,
     ModelReport,
     TextReport,
     describe_layouts,
@@ -246,6 +247,8 @@ def show(found: ModelReport, *, is_running: bool) -> None:
     for number, plan in enumerate(found.plans):
         mode = f", with --window-keys {plan.window_keys}" if len(found.plans) > 1 else ""
         sizes.add_row("" if number else "fits", _plan_summary(plan, is_running) + mode)
+    if attention.gpus is not None:
+        sizes.add_row("", describe_gpus(attention.gpus))
     console.print(sizes)
     if attention.quantized:
         print(f"weights: {describe_layouts(attention.quantized, attention.dtype)}. {EXACTNESS}")
@@ -275,6 +278,15 @@ def describe_spare(attention: AttentionReport) -> str:
     is_planned = attention.weights == "sharded"
     effect = "not used for keys and values" if is_planned else "with --weights sharded"
     return f"{human_bytes(attention.spare_bytes)} more for {describe_lost(attention.spare_ranks)}, {effect}"
+
+
+def describe_gpus(found: GpuPlan) -> str:
+    """The tokens that fit on GPUs."""
+    beside = f"{human_bytes(found.weight_bytes)} of {found.weights} weights"
+    beside += f" and {human_bytes(found.workspace_bytes)} of workspace each"
+    where = f"{'a GPU' if found.num_gpus == 1 else f'{found.num_gpus} GPUs'} of {found.total_bytes // 10**9} GB"
+    tokens = f"about {found.tokens:,}" if found.tokens else "no"
+    return f"{tokens} tokens on {where}, beside {beside}"
 
 
 def describe_exchanges(found: ExchangeReport) -> str:

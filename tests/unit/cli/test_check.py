@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from coordinator.text.compat_check import check as check_text
 from longleaf import weights_choice
-from longleaf.cli.models import describe_exchanges, describe_spare, exactness_of, kinds_table, show, spans
+from longleaf.cli.models import (
+    describe_exchanges,
+    describe_gpus,
+    describe_spare,
+    exactness_of,
+    kinds_table,
+    show,
+    spans,
+)
 from longleaf.config import EngineConfig
 from longleaf.fingerprint import read_fingerprint
 from longleaf.formatting import human_bytes
@@ -26,6 +35,7 @@ from longleaf.model_report import (
 )
 from longleaf.resources import Memory
 from tests.support.terminal import Terminal
+from workers import compat_check
 from workers.compat_check import check
 from workers.model import mixers
 from workers.model import model as models
@@ -86,6 +96,42 @@ def test_room_for_lost_ranks_is_printed(tmp_path: Path) -> None:
     assert describe_spare(found) == f"{room} more for a lost rank, not used for keys and values"
     whole = check(config(folder, weights="whole", **settings), has_weights=False)
     assert describe_spare(whole) == f"{room} more for a lost rank, with --weights sharded"
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({}, "whole"),
+        ({"world_size": 2}, "whole"),
+        ({"world_size": 2, "weights": "sharded", "spare_ranks": 1}, "sharded"),
+    ],
+)
+def test_a_plan_for_gpus_leaves_room_for_weights_and_workspace(tmp_path, settings, weights) -> None:
+    found = check(config(make_checkpoint(tmp_path, "llama"), kv_bytes=1 << 20, **settings), has_weights=False)
+    gpus = found.gpus
+    assert gpus is not None
+    count = settings.get("world_size", 1)
+    assert (gpus.num_gpus, gpus.weights) == (count, weights)
+    assert gpus.weight_bytes == (max(found.share_bytes) if weights == "sharded" else found.weight_bytes)
+    spare = found.spare_bytes if weights == "sharded" else 0
+    room = gpus.total_bytes - gpus.weight_bytes - gpus.workspace_bytes - spare
+    assert gpus.tokens == room // found.bytes_per_token * count
+    where = "a GPU of 80 GB" if count == 1 else "2 GPUs of 80 GB"
+    assert f"about {gpus.tokens:,} tokens on {where}, beside " in describe_gpus(gpus)
+
+
+def test_weights_larger_than_gpus_are_planned_in_shares(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(compat_check, "workspace", lambda *_: SimpleNamespace(total=1000))
+    folder = make_checkpoint(tmp_path, "llama")
+    whole = check(config(folder, world_size=2), has_weights=False).weight_bytes
+    for num_bytes, automatic in ((3 * whole // 4, "sharded"), (2 * whole, "whole")):
+        monkeypatch.setattr(compat_check, "GPU_BYTES", num_bytes)
+        plans = [
+            check(config(folder, world_size=2, **settings), has_weights=False).gpus
+            for settings in ({"weights": "whole"}, {})
+        ]
+        assert [plan and plan.weights for plan in plans] == ["whole", automatic]
+        assert [bool(plan and plan.tokens) for plan in plans] == [automatic == "whole", True]
 
 
 def test_as_many_spare_ranks_as_ranks_are_refused(tmp_path: Path) -> None:
