@@ -165,7 +165,7 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     plans: tuple[CapacityPlan, ...] = ()
     """For sharded keys, and for replicated windows if there are layers without full attention."""
     gpus: GpuPlan | None = None
-    """The capacity of GPUs of 80 GB, whatever this machine has; None if the checkpoint is refused."""
+    """The capacity of GPUs of 80 GB, also on a machine without any; None if the checkpoint is refused."""
 
     @property
     def dtypes(self) -> str:
