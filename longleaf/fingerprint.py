@@ -90,6 +90,7 @@ def file_states(folder: Path) -> dict[str, tuple[int, int]]:
     """The size in bytes and the time of the last change in ns of the config and the weight files. If they remain equal,
     so does the model, unless someone resets the time. Raises ModelRefused.
     """
+    _check_folder(folder)
     found = dict[str, tuple[int, int]]()
     for path in [folder / name for name in (CONFIG, *weight_files(folder))]:
         with _reading(path):
@@ -100,11 +101,15 @@ def file_states(folder: Path) -> dict[str, tuple[int, int]]:
 
 def read_texts(folder: Path) -> dict[str, str]:
     """The digests of the existing TEXTS, which the coordinator reads. Raises ModelRefused."""
+    _check_folder(folder)
+    return {name: _read_whole(folder / name) for name in TEXTS if (folder / name).is_file()}
+
+
+def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ModelRefused(f"model folder {folder} does not exist")
     if not (folder / CONFIG).is_file():
         raise ModelRefused(f"{folder} is not a checkpoint: it has no {CONFIG}")
-    return {name: _read_whole(folder / name) for name in TEXTS if (folder / name).is_file()}
 
 
 def _hasher(content: bytes = b"") -> "blake3":
