@@ -36,7 +36,7 @@ class Deaf(asyncio.Protocol):
         transport.write(PREFACE)
         self._send(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW, 0))
 
-    def connection_lost(self, exception: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self._is_lost.set()
 
     def data_received(self, data: bytes) -> None:
