@@ -105,7 +105,7 @@ def run(command: list[str], limit_seconds: float) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs pytest and measures it.")
     parser.add_argument("--budget", type=Path, help="file with the thousands of rounds that the tests may take")
-    parser.add_argument("--limit", type=float, default=40.0, metavar="MINUTES", help="after which the tests are ended")
+    parser.add_argument("--limit", type=float, default=50.0, metavar="MINUTES", help="after which the tests are ended")
     parser.add_argument("arguments", nargs="*", help="pytest arguments, after --")
     options = parser.parse_args()
     calibration, began = Calibration(), time.monotonic()
