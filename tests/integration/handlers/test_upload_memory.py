@@ -39,7 +39,7 @@ MIB = 1 << 20
 PIECE = 64_000
 ID = 4.5
 """Bytes of an id, including the spare capacity of a growing array."""
-ELSE = 48 * MIB
+ELSE = 72 * MIB
 """Allowance for other memory: the tokenizer's window, messages in flight, and memory that the allocator retains."""
 AT_ONCE = 64 * MIB
 """As above for a text in one message, which is whole in the tokenizer's window."""
