@@ -13,15 +13,12 @@
 #include <math.h>
 #include <string.h>
 
+#include "vectors.h"
+
 /* see longleaf/kernels/cpu/recurrent.py */
 #define LANES 16
 #define MAX_KERNEL 8
-/* numbers in a vector, and vectors of values that are computed together */
-#ifdef __AVX512F__
-#define WIDTH 16
-#else
-#define WIDTH 8
-#endif
+/* vectors of values that are computed together */
 #define VECTORS 2
 #define COLUMNS (VECTORS * WIDTH)
 /* values that a scan computes together, which share the loads of keys and queries */
@@ -34,17 +31,9 @@
 /* Compilers specialize functions for some callers, and such copies may round differently. */
 #ifdef __clang__
 #define ONE_COPY __attribute__((noinline))
-#define MOVE(vector, ...) __builtin_shufflevector(vector, vector, __VA_ARGS__)
 #else
 #define ONE_COPY __attribute__((noinline, noclone))
-#define MOVE(vector, ...) __builtin_shuffle(vector, (ints){__VA_ARGS__})
 #endif
-#define INLINE static inline __attribute__((always_inline))
-#pragma GCC diagnostic ignored "-Wpsabi" /* about vectors as parameters: these functions are all inlined */
-
-typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef float wide __attribute__((vector_size(4 * WIDTH)));
-typedef int ints __attribute__((vector_size(4 * WIDTH)));
 
 /* Adjacent rows of a sequence. They continue from the state in slot `source`, or begin if that is negative; the state
    after them goes to slot `target` unless that is negative. */
@@ -68,20 +57,6 @@ struct job {
     int is_bfloat16; /* whether the inputs of convolutions are */
     long num_tasks, num_threads; /* begun so far */
 };
-
-/* The sum of all numbers, in an order that does not depend on the code around it. */
-INLINE float add_up(wide all)
-{
-#ifdef __AVX512F__
-    all += MOVE(all, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    all += MOVE(all, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    all += MOVE(all, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-#else
-    all += MOVE(all, 4, 5, 6, 7, 0, 1, 2, 3);
-    all += MOVE(all, 2, 3, 0, 1, 6, 7, 4, 5);
-#endif
-    return all[0] + all[1];
-}
 
 INLINE wide pick(ints is_first, wide first, wide second)
 {
@@ -316,23 +291,24 @@ static void follow_rule(const struct job *job, const struct part *part, long hea
     }
 }
 
-/* The next task of a thread, and its scratch memory. */
-INLINE float *own_scratch(struct job *job)
-{
-    return job->scratch + job->scratch_size * __atomic_fetch_add(&job->num_threads, 1, __ATOMIC_RELAXED);
-}
+typedef void compute_part(const struct job *job, const struct part *part, long head, float *scratch);
 
-static void follow_rule_in_parts(void *begun)
+/* Takes heads until none are left, and computes all parts of each, with scratch memory of this thread. */
+INLINE void take_heads(struct job *job, compute_part *compute)
 {
-    struct job *job = begun;
-    float *room = own_scratch(job);
+    float *scratch = job->scratch + job->scratch_size * __atomic_fetch_add(&job->num_threads, 1, __ATOMIC_RELAXED);
     for (;;) {
         const long head = __atomic_fetch_add(&job->num_tasks, 1, __ATOMIC_RELAXED);
         if (head >= job->heads)
             return;
         for (long i = 0; i < job->num_parts; i++)
-            follow_rule(job, job->parts + i, head, room);
+            compute(job, job->parts + i, head, scratch);
     }
+}
+
+static void follow_rule_in_parts(void *begun)
+{
+    take_heads(begun, follow_rule);
 }
 
 /* As `advance`, for the scan: the state of `num_values` values, `key_dim` numbers each. */
@@ -396,19 +372,8 @@ static void scan_part(const struct job *job, const struct part *part, long head,
 
 static void scan_parts(void *begun)
 {
-    struct job *job = begun;
-    float *room = own_scratch(job);
-    for (;;) {
-        const long head = __atomic_fetch_add(&job->num_tasks, 1, __ATOMIC_RELAXED);
-        if (head >= job->heads)
-            return;
-        for (long i = 0; i < job->num_parts; i++)
-            scan_part(job, job->parts + i, head, room);
-    }
+    take_heads(begun, scan_part);
 }
-
-/* As in decode.c: starts work(job) on several threads of the OpenMP library that torch uses. */
-typedef void parallel(void (*work)(void *), void *job, unsigned num_threads, unsigned flags);
 
 static void run(void (*work)(void *), struct job *job, parallel *start, long threads)
 {
