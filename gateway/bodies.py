@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Container, Mapping
 from typing import Any, Self, TypeVar, cast
 
 import msgspec
@@ -34,6 +34,8 @@ LARGE_BYTES = 1 << 18
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 Body = TypeVar("Body", bound=msgspec.Struct)
 T = TypeVar("T")
+EMPTY: tuple[object, ...] = (None, [], {}, "")
+"""Accepted values of unsupported fields of messages and their parts, which clients repeat from earlier answers."""
 PATH = re.compile(r"^(?P<message>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?$", re.DOTALL)
 
 
@@ -259,6 +261,17 @@ def _check_texts(found: object) -> None:
                 _check_texts(value)
         case _:
             pass
+
+
+def used_fields(given: Mapping[str, Any], kind: type[msgspec.Struct], ignored: Container[str]) -> dict[str, Any]:
+    """The fields of a message or a part of one for `converted`: without empty ones that the struct does not have, and
+    without `ignored` ones."""
+    known = kind.__struct_fields__
+    return {
+        name: value
+        for name, value in given.items()
+        if value is not None and name not in ignored and (name in known or value not in EMPTY)
+    }
 
 
 def converted(raw: object, kind: type[Body], parent: str = "") -> Body:

@@ -106,6 +106,11 @@ def renamed(problem: HttpProblem, rename: Callable[[str], str]) -> HttpProblem:
     )
 
 
+def unsupported(param: str, reason: str) -> HttpProblem:
+    """The error for a value of a field that this gateway does not support."""
+    return HttpProblem(400, f"{param}: {reason}", param=param, code="unsupported_value")
+
+
 def unavailable(message: str) -> HttpProblem:
     """A temporary failure with a retry delay."""
     return HttpProblem(503, message, kind="server_error", code="unavailable", headers=SOON)

@@ -5,12 +5,10 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from gateway.bodies import converted
-from gateway.errors import HttpProblem
+from gateway.bodies import converted, used_fields
+from gateway.errors import HttpProblem, unsupported
 from longleaf.types import Message, ToolCall
 
-EMPTY: tuple[object, ...] = (None, [], {}, "")
-"""Accepted values of unsupported fields of blocks."""
 SEPARATOR = "\n\n"
 """Between text blocks of the user and the system. Text blocks of an answer are one text that calls interrupt."""
 ERROR = "Error: "
@@ -136,16 +134,9 @@ def _blocks(message: AnthropicMessage, path: str) -> list[Block]:
 def _block(given: dict[str, Any], allowed: tuple[str, ...], path: str) -> Block:
     kind = given.get("type")
     if not isinstance(kind, str) or kind not in allowed:
-        message = f"{path}.type: must be {' or '.join(allowed)}"
-        raise HttpProblem(400, message, param=f"{path}.type", code="unsupported_value")
+        raise unsupported(f"{path}.type", f"must be {' or '.join(allowed)}")
     struct = KINDS[kind]
-    known = struct.__struct_fields__
-    fields = {
-        name: value
-        for name, value in given.items()
-        if name not in IGNORED and (name in known or value not in EMPTY) and value is not None
-    }
-    return converted(fields, cast(type[TextBlock], struct), path)
+    return converted(used_fields(given, struct, IGNORED), cast(type[TextBlock], struct), path)
 
 
 def _answer(blocks: list[Block]) -> Message:

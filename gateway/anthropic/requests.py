@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from gateway.anthropic.messages import AnthropicMessage, ChatTurns, text_of
 from gateway.bodies import converted
-from gateway.errors import UNSUPPORTED_THREAD, HttpProblem, renamed
+from gateway.errors import UNSUPPORTED_THREAD, HttpProblem, renamed, unsupported
 from gateway.openai.field_names import FieldNames
 from gateway.openai.requests import MAX_STOPS, ChatCompletionRequest, Count, chat_request
 from longleaf.types import Conversation, Message
@@ -160,7 +160,7 @@ def decode_messages(raw: dict[str, Any]) -> ConvertedRequest:
         raise HttpProblem(400, "messages: give at least one", param="messages", code="invalid_value")
     for i, edit in enumerate(requested.context_management.edits if requested.context_management else ()):
         if not edit.type.startswith("clear_thinking_"):
-            raise _unsupported(f"context_management.edits[{i}].type", "only the removal of thinking is supported")
+            raise unsupported(f"context_management.edits[{i}].type", "only the removal of thinking is supported")
     thinking = requested.thinking
     if thinking is not None and thinking.budget_tokens is not None:
         ignored.append("thinking.budget_tokens")
@@ -188,7 +188,7 @@ def _known(raw: dict[str, Any]) -> dict[str, Any]:
             message = "thread: this server holds no conversations; send the whole conversation without thread"
             raise HttpProblem(400, message, param=name, code=UNSUPPORTED_THREAD)
         if name in MEANINGLESS:
-            raise _unsupported(name, "is not supported; omit the field")
+            raise unsupported(name, "is not supported; omit the field")
         if name not in MessagesRequest.__struct_fields__:
             message = f"{name[:100]}: unknown parameter"
             raise HttpProblem(400, message, param=name[:100], code="unknown_parameter")
@@ -237,7 +237,7 @@ def _tools(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for i, tool in enumerate(given):
         kind = tool.get("type") or "custom"
         if kind != "custom":
-            raise _unsupported(
+            raise unsupported(
                 f"tools[{i}].type", f"{json.dumps(kind)[:100]} is not supported: this server runs no tools"
             )
         definitions.append(converted(tool, Tool, f"tools[{i}]").definition())
@@ -251,7 +251,3 @@ def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
     if choice.name is None:
         raise HttpProblem(400, "tool_choice.name: is required", param="tool_choice.name", code="invalid_value")
     return {"type": "function", "function": {"name": choice.name}}
-
-
-def _unsupported(param: str, reason: str) -> HttpProblem:
-    return HttpProblem(400, f"{param}: {reason}", param=param, code="unsupported_value")

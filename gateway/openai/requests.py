@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from gateway.bodies import converted
-from gateway.errors import HttpProblem
+from gateway.bodies import EMPTY, converted
+from gateway.errors import HttpProblem, unsupported
 from gateway.openai.response_format import constraint_of
 from gateway.openai.sources import SourcesRequest, sources_fields
 from longleaf.types import Conversation, GenerateOptions, Message, ToolCall
@@ -47,9 +47,6 @@ MEANINGLESS: Mapping[str, tuple[object, ...]] = {
     "guided_grammar": ("",),
 }
 """Fields that are accepted only with these values, which have no effect."""
-EMPTY: tuple[object, ...] = (None, [], {}, "")
-"""Accepted values of unsupported fields in messages and their parts, because messages of earlier answers contain such
-fields."""
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Bias = Annotated[dict[str, float], Meta(max_length=1024)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -327,8 +324,7 @@ def _text_of(parts: list[dict[str, Any]], path: str) -> str:
             raise HttpProblem(400, f"{path}[{i}].text: is not a string", param=f"{path}[{i}].text", code="invalid_type")
         for name in part.keys() - {"type", "text"}:
             if part[name] not in EMPTY:
-                param = f"{path}[{i}].{name[:100]}"
-                raise HttpProblem(400, f"{param}: is not supported", param=param, code="unsupported_value")
+                raise unsupported(f"{path}[{i}].{name[:100]}", "is not supported")
         texts.append(text)
     return "".join(texts)
 

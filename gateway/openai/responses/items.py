@@ -5,12 +5,10 @@ from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
-from gateway.bodies import converted
-from gateway.errors import HttpProblem
+from gateway.bodies import converted, used_fields
+from gateway.errors import HttpProblem, unsupported
 from longleaf.types import Message, ToolCall
 
-EMPTY: tuple[object, ...] = (None, [], {}, "")
-"""Accepted values of unsupported fields of items, because items of earlier answers contain such fields."""
 IGNORED = frozenset(("status", "phase", "caller", "namespace", "prompt_cache_breakpoint", "annotations", "logprobs"))
 """Fields of items that do not change the conversation."""
 
@@ -97,16 +95,9 @@ def _item(raw: object, path: str) -> Item:
     given = cast(dict[str, Any], raw)
     kind = given.get("type") or ("message" if "role" in given else None)
     if not isinstance(kind, str) or kind not in KINDS:
-        message = f"{path}.type: must be {', '.join(KINDS)}"
-        raise HttpProblem(400, message, param=f"{path}.type", code="unsupported_value")
+        raise unsupported(f"{path}.type", f"must be {', '.join(KINDS)}")
     struct = KINDS[kind]
-    known = struct.__struct_fields__
-    fields = {
-        name: value
-        for name, value in given.items()
-        if value is not None and name not in IGNORED and (name in known or value not in EMPTY)
-    }
-    return converted(fields | {"type": kind}, cast(type[MessageItem], struct), path)
+    return converted(used_fields(given, struct, IGNORED) | {"type": kind}, cast(type[MessageItem], struct), path)
 
 
 def _message(item: Item, path: str) -> Message:
@@ -144,8 +135,7 @@ def text_of(content: str | list[dict[str, Any]], path: str) -> str:
     for i, part in enumerate(content):
         kind = part.get("type")
         if kind not in ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"):
-            message = f"{path}[{i}].type: only text is supported"
-            raise HttpProblem(400, message, param=f"{path}[{i}].type", code="unsupported_value")
+            raise unsupported(f"{path}[{i}].type", "only text is supported")
         field = "refusal" if kind == "refusal" else "text"
         text = part.get(field)
         if not isinstance(text, str):

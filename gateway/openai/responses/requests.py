@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.bodies import converted
-from gateway.errors import HttpProblem, renamed
+from gateway.errors import HttpProblem, renamed, unsupported
 from gateway.openai.field_names import FieldNames
 from gateway.openai.requests import ChatCompletionRequest, Count, StreamOptions, chat_request
 from gateway.openai.responses.items import messages_of
@@ -152,12 +152,12 @@ def _known(raw: dict[str, Any]) -> dict[str, Any]:
     """The fields that have an effect. Raises HttpProblem naming an unknown or unsupported field."""
     found, include = dict[str, Any](), raw.get("include")
     if isinstance(include, list) and LOGPROBS in include:
-        raise _unsupported("include", f"{LOGPROBS} is not supported; use /v1/chat/completions")
+        raise unsupported("include", f"{LOGPROBS} is not supported; use /v1/chat/completions")
     for name, value in raw.items():
         if value is None or name in IGNORED or value in MEANINGLESS.get(name, ()):
             continue
         if name in MEANINGLESS:
-            raise _unsupported(name, "this value is not supported; omit the field")
+            raise unsupported(name, "this value is not supported; omit the field")
         if name not in ResponsesRequest.__struct_fields__:
             raise HttpProblem(400, f"unknown parameter: {name[:100]}", param=name[:100], code="unknown_parameter")
         found[name] = value
@@ -186,7 +186,7 @@ def _chat_fields(requested: ResponsesRequest) -> dict[str, Any]:
 
 def _tool(tool: dict[str, Any], path: str) -> FunctionTool:
     if tool.get("type") != "function":
-        raise _unsupported(f"{path}.type", "only function is supported: this server runs no tools")
+        raise unsupported(f"{path}.type", "only function is supported: this server runs no tools")
     return converted(tool, FunctionTool, path)
 
 
@@ -199,7 +199,7 @@ def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
     if isinstance(choice, str):
         return choice
     if choice.get("type") != "function":
-        raise _unsupported("tool_choice.type", "only function is supported")
+        raise unsupported("tool_choice.type", "only function is supported")
     return {"type": "function", "function": {"name": choice.get("name")}}
 
 
@@ -208,7 +208,3 @@ def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
     if given is None or given.get("type") != "json_schema":
         return given
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
-
-
-def _unsupported(param: str, reason: str) -> HttpProblem:
-    return HttpProblem(400, f"{param}: {reason}", param=param, code="unsupported_value")
