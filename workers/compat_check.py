@@ -46,7 +46,7 @@ from workers.kv_cache.pools import (
 )
 from workers.kv_cache.workspace_estimate import workspace
 from workers.model import model as models
-from workers.model.meta_model import Outline, meta_model, outline
+from workers.model.meta_model import Outline, outline
 from workers.model.model import LayerSpec, Model
 from workers.model.quantized_weights import pop_quantization
 from workers.model.weight_parts import divided_bytes, plan_weights, share_bytes
@@ -69,19 +69,15 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         quantized, sizes = measure_quantized(config)
         known = outline(config.model, config.dtype)
         whole, stored = (weight_bytes(known, chosen) for chosen in ({}, sizes))
-        shares = measure_shares(config, {})
+        shares = measure_shares(known, config, {})
         weight_sizes = WeightSizes(whole, stored if sizes else 0)
-        gpus = plan_gpus(config, whole, shares)
+        gpus = plan_gpus(known.model, config, whole, shares)
         chosen = chosen_weights(weight_sizes, config, can_share=bool(shares.num_bytes))
         config = msgspec.structs.replace(config, weights=chosen.weights, weights_dtype=chosen.weights_dtype)
         is_stored = bool(sizes) and chosen.weights_dtype == "stored"
         if is_stored:
-            shares = measure_shares(config, sizes)
-        model = (
-            models.load(config.model, config.dtype, "cpu", keeps_stored=is_stored)
-            if has_weights
-            else meta_model(config.model, config.dtype)
-        )
+            shares = measure_shares(known, config, sizes)
+        model = models.load(config.model, config.dtype, "cpu", keeps_stored=is_stored) if has_weights else known.model
         bytes_per_token = kv_bytes_per_token(model.layers, model.dtype, config)
         note = verify(model, config) if has_weights else UNKNOWN
         two_formulas = describe_two_formulas(model)
@@ -156,7 +152,7 @@ class SharesOfWeights:
     """The reason; empty if weights can be sharded."""
 
 
-def measure_shares(config: EngineConfig, stored: Mapping[str, float]) -> SharesOfWeights:
+def measure_shares(known: Outline, config: EngineConfig, stored: Mapping[str, float]) -> SharesOfWeights:
     """Measures the shares of the ranks of a config, whether or not it shards the weights. `stored`: bytes per number of
     parameters that remain as stored.
     """
@@ -164,7 +160,6 @@ def measure_shares(config: EngineConfig, stored: Mapping[str, float]) -> SharesO
     if count == 1 or num_spare >= count:
         return SharesOfWeights()
     try:
-        known = outline(config.model, config.dtype)
         weight_plan = plan_weights(known, count)
     except ModelRefused as error:
         return SharesOfWeights(note=str(error))
@@ -188,17 +183,16 @@ def chosen_weights(sizes: WeightSizes, config: EngineConfig, *, can_share: bool)
     return choose_weights(*chosen, sizes, memory_of_rank(config, num_gpus), config.world_size, config.kv_bytes or 0)
 
 
-def plan_gpus(config: EngineConfig, whole_bytes: int, shares: SharesOfWeights) -> GpuPlan:
+def plan_gpus(model: Model, config: EngineConfig, whole_bytes: int, shares: SharesOfWeights) -> GpuPlan:
     """The capacity of GPUs for dequantized weights, of `whole_bytes` or in these shares."""
     ways: tuple[WeightsChoice, ...] = ("whole", "sharded") if config.weights == "auto" else (config.weights,)
     ways = ways if shares.num_bytes else ("whole",)
-    found = [_plan_gpus(msgspec.structs.replace(config, weights=way), whole_bytes, shares) for way in ways]
+    found = [_plan_gpus(model, msgspec.structs.replace(config, weights=way), whole_bytes, shares) for way in ways]
     return next((one for one in found if one.tokens), found[-1])
 
 
-def _plan_gpus(config: EngineConfig, whole_bytes: int, shares: SharesOfWeights) -> GpuPlan:
+def _plan_gpus(model: Model, config: EngineConfig, whole_bytes: int, shares: SharesOfWeights) -> GpuPlan:
     count = config.world_size
-    model = meta_model(config.model, config.dtype)
     needed = workspace(model, config, min(count, GPUS_PER_MACHINE), GPU_BYTES).total
     weight_bytes = max(shares.num_bytes) if config.has_shares else whole_bytes
     free = GPU_BYTES - needed - weight_bytes - (shares.spare_bytes if config.has_shares else 0)

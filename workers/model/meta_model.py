@@ -33,11 +33,6 @@ class Outline:
     """Tied parameters under their first name only."""
 
 
-def meta_model(folder: str, dtype: DtypeName) -> Model:
-    """The model of a checkpoint without its weights. Raises ModelRefused."""
-    return outline(folder, dtype).model
-
-
 def outline(folder: str, dtype: DtypeName, number: int = 0) -> Outline:
     """The model of a checkpoint without its weights, with the original names. `number` selects one of its auto classes.
     Raises ModelRefused.

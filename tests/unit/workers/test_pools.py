@@ -14,7 +14,7 @@ from tests.support.scheduling import Asker
 from tests.support.threads import make_spec
 from workers.compat_check import check, kv_bytes_beside
 from workers.kv_cache.pools import FREE_MEMORY_SHARE, make_pool
-from workers.model.meta_model import meta_model
+from workers.model.meta_model import outline
 from workers.rank import Rank
 from zoo.checkpoints import make_checkpoint
 from zoo.families import SECTION, WINDOW
@@ -31,7 +31,7 @@ def pool_of(tmp_path_factory):
 
     def get(family, num_ranks_here=1, **settings):
         if family not in models:
-            models[family] = meta_model(str(make_checkpoint(tmp_path_factory.mktemp(family), family)), "float32")
+            models[family] = outline(str(make_checkpoint(tmp_path_factory.mktemp(family), family)), "float32").model
         config = EngineConfig(model="", **{"block_size": BLOCK, "window_keys": "replicated", **settings})
         return make_pool(models[family], config, num_ranks_here)
 

@@ -17,7 +17,7 @@ from longleaf.errors import LongleafError, ModelRefused
 from longleaf.model_report import TextReport
 from tests.support import forked
 from workers.model import model as models
-from workers.model.meta_model import meta_model
+from workers.model.meta_model import outline
 from zoo.checkpoints import make_checkpoint
 
 CODE = """
@@ -85,7 +85,7 @@ def untrusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> UntrustedCheck
 def refusals(folder: Path) -> list[str]:
     """The reasons for the refusal of a checkpoint: on the meta device, and when it is loaded."""
     reasons: list[str] = []
-    for read in (lambda: meta_model(str(folder), "auto"), lambda: models.load(str(folder), "auto", "cpu")):
+    for read in (lambda: outline(str(folder), "auto").model, lambda: models.load(str(folder), "auto", "cpu")):
         with pytest.raises(ModelRefused) as caught:
             read()
         reasons.append(str(caught.value))
@@ -132,7 +132,7 @@ def test_known_model_uses_the_library_class_despite_custom_code(
     untrusted: UntrustedCheckpoint, auto_map: object
 ) -> None:
     untrusted.configure(lambda settings: settings.update(auto_map=auto_map))
-    for model in (meta_model(str(untrusted.folder), "auto"), models.load(str(untrusted.folder), "auto", "cpu")):
+    for model in (outline(str(untrusted.folder), "auto").model, models.load(str(untrusted.folder), "auto", "cpu")):
         assert type(model.module).__module__.startswith("transformers.models.llama")
     untrusted.check_asleep()
 

@@ -13,7 +13,7 @@ from workers.kv_cache import workspace_estimate as workspaces
 from workers.kv_cache.pools import CONTEXT, default_kv_bytes, kv_bytes_within
 from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.workspace_estimate import COMMUNICATOR, KERNELS, PEER, num_copies, widest, workspace
-from workers.model.meta_model import meta_model
+from workers.model.meta_model import outline
 from zoo.checkpoints import make_checkpoint
 
 GIB = 1 << 30
@@ -28,7 +28,7 @@ def model_of(tmp_path_factory):
     def get(family="llama"):
         if family not in models:
             folder = make_checkpoint(tmp_path_factory.mktemp(family), family, num_layers=2)
-            models[family] = meta_model(str(folder), "bfloat16")
+            models[family] = outline(str(folder), "bfloat16").model
         return models[family]
 
     return get
