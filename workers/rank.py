@@ -1,6 +1,5 @@
 """One rank: a model, its share of the KV cache, and the epochs that it joins."""
 
-import itertools
 import logging
 import os
 import time
@@ -230,7 +229,8 @@ class Rank:
     def _read_parts(self, weights: LocalWeights, parts: Sequence[int]) -> int:
         """Reads again after errors of the storage, which survivors may share: one such error would end all of them, and
         with them the contexts."""
-        for number in itertools.count(1):
+        number = 1
+        while True:
             try:
                 if weights.must_read(parts):
                     self._check_unchanged()
@@ -242,7 +242,7 @@ class Rank:
                 delay = backoff_delay(number, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS)
                 log.warning("weights: %s; this rank reads again in %s", error, human_seconds(delay))
                 time.sleep(delay)
-        raise AssertionError
+                number += 1
 
     def _check_unchanged(self) -> None:
         """Raises ModelRefused if weights that are read now would be those of another model than the present ones."""
