@@ -14,19 +14,12 @@ from openai import AsyncOpenAI
 from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from coordinator.engine.engine import Engine
-from coordinator.grpc_server.server import GrpcServer
-from coordinator.handlers.application import Application
-from coordinator.text.template import DirectRenderer
-from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.errors import InvalidArgument
 from longleaf.types import Conversation, Delta, Message, regex
 from tests.support.chat_templates import HARMONY, HERMES
-from tests.support.gateways import opened
-from tests.support.running import running
+from tests.support.golden.behind_gateway import behind_gateway
 from tests.support.service import END, byte_tokenizer
-from tests.support.threads import ThreadRanks, config_for
 
 QUESTION: Any = [{"role": "user", "content": "Is it cold?"}]
 MARKERS = ("<|im_start|>", "<|im_end|>", "<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|constrain|>")
@@ -81,25 +74,8 @@ class Service:
 
 @asynccontextmanager
 async def serving_random(folder: Path, template: str) -> AsyncIterator[Service]:
-    checkpoint = make_random(folder, template)
-    config = config_for(checkpoint, world_size=2, chunk_size=96, block_size=16, merge="gather")
-    engine = Engine(ThreadRanks(config), config, max_positions=4096)
-    async with running(engine):
-        tokenizer = Tokenizer.load(checkpoint, DirectRenderer())
-        application = Application(engine, tokenizer, engine.cluster)
-        server = GrpcServer(application, config.unread_timeout)
-        try:
-            address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-            async with (
-                opened(address) as url,
-                AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-                AsyncClient(address) as rpc,
-            ):
-                marker = tokenizer.vocabulary_size - 2
-                yield Service(client, rpc, (await client.models.list()).data[0].id, marker)
-        finally:
-            await server.stop(None)
-            await application.close()
+    async with behind_gateway(make_random(folder, template)) as found, AsyncClient(found.address) as rpc:
+        yield Service(found.client, rpc, found.model, found.tokenizer.vocabulary_size - 2)
 
 
 @pytest.fixture

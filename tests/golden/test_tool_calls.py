@@ -9,20 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from openai import AsyncOpenAI
 from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from coordinator.engine.engine import Engine
-from coordinator.grpc_server.server import GrpcServer
-from coordinator.handlers.application import Application
-from coordinator.text.template import DirectRenderer
-from coordinator.text.tokenizer import Tokenizer
 from tests.support.chat_templates import HERMES
-from tests.support.gateways import opened
-from tests.support.running import running
+from tests.support.golden.behind_gateway import behind_gateway
 from tests.support.service import END, byte_tokenizer
-from tests.support.threads import ThreadRanks, config_for
 
 CALL = '{"name": "get_weather", "arguments": {"city": "Rome"}}'
 PIECES = ("<think>", "They ask.", "</think>", "<tool_call>", CALL, "</tool_call>")
@@ -66,34 +58,20 @@ def make_caller(folder: Path) -> Path:
 
 
 async def test_model_calls_a_tool_through_the_gateway(tmp_path: Path) -> None:
-    checkpoint = make_caller(tmp_path / "model")
-    config = config_for(checkpoint, world_size=2, chunk_size=96, block_size=16, merge="gather")
-    engine = Engine(ThreadRanks(config), config, max_positions=4096)
-    async with running(engine):
-        application = Application(engine, Tokenizer.load(checkpoint, DirectRenderer()), engine.cluster)
-        server = GrpcServer(application, config.unread_timeout)
-        try:
-            address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-            async with (
-                opened(address) as url,
-                AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-            ):
-                model = (await client.models.list()).data[0].id
-                question: Any = {"role": "user", "content": "Is it cold?"}
-                answer = await client.chat.completions.create(model=model, messages=[question], tools=[WEATHER])
-                message = answer.choices[0].message
-                assert answer.choices[0].finish_reason == "tool_calls" and message.content is None
-                assert message.model_extra == {"reasoning_content": "They ask."} and message.tool_calls is not None
-                assert message.tool_calls[0].function.arguments == '{"city": "Rome"}'
-                assert answer.usage is not None and answer.usage.completion_tokens_details is not None
-                assert answer.usage.completion_tokens == len(PIECES) + 1  # the end token
-                assert answer.usage.completion_tokens_details.reasoning_tokens == 3
-                result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
-                history: Any = [question, message.model_dump(exclude_none=True), result]
-                again = await client.chat.completions.create(model=model, messages=history, tools=[WEATHER], n=2)
-                assert [choice.finish_reason for choice in again.choices] == ["tool_calls"] * 2
-                ids = [choice.message.tool_calls[0].id for choice in again.choices if choice.message.tool_calls]
-                assert len(set(ids)) == 2
-        finally:
-            await server.stop(None)
-            await application.close()
+    async with behind_gateway(make_caller(tmp_path / "model")) as service:
+        client, model = service.client, service.model
+        question: Any = {"role": "user", "content": "Is it cold?"}
+        answer = await client.chat.completions.create(model=model, messages=[question], tools=[WEATHER])
+        message = answer.choices[0].message
+        assert answer.choices[0].finish_reason == "tool_calls" and message.content is None
+        assert message.model_extra == {"reasoning_content": "They ask."} and message.tool_calls is not None
+        assert message.tool_calls[0].function.arguments == '{"city": "Rome"}'
+        assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+        assert answer.usage.completion_tokens == len(PIECES) + 1  # the end token
+        assert answer.usage.completion_tokens_details.reasoning_tokens == 3
+        result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
+        history: Any = [question, message.model_dump(exclude_none=True), result]
+        again = await client.chat.completions.create(model=model, messages=history, tools=[WEATHER], n=2)
+        assert [choice.finish_reason for choice in again.choices] == ["tool_calls"] * 2
+        ids = [choice.message.tool_calls[0].id for choice in again.choices if choice.message.tool_calls]
+        assert len(set(ids)) == 2

@@ -1,22 +1,13 @@
 """The OpenAI Agents SDK as a client of a gateway."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.gateway.test_tools import CALL, Scripted, scripted
-from tests.support.chat_templates import HERMES
+from tests.support.scripted_answers import CALL, Scripted
 
 agents = pytest.importorskip("agents", reason="openai-agents is not installed")
-
-
-@pytest.fixture
-async def hermes(tmp_path: Path) -> AsyncIterator[Scripted]:
-    agents.set_tracing_disabled(True)
-    async with scripted(tmp_path / "model", HERMES) as found:
-        yield found
+agents.set_tracing_disabled(True)
 
 
 def agent_of(hermes: Scripted) -> Any:

@@ -1,16 +1,13 @@
 """Anthropic's Messages API over real sockets."""
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
 from longleaf.errors import ResourceExhausted, Unavailable
-from tests.integration.gateway.test_tools import CALL, Scripted, scripted
-from tests.support.chat_templates import HERMES
+from tests.support.scripted_answers import CALL, Scripted
 
 WEATHER: Any = {
     "name": "get_weather",
@@ -19,18 +16,6 @@ WEATHER: Any = {
 }
 QUESTION: Any = [{"role": "user", "content": "Is it cold in Köln?"}]
 BODY: Any = {"model": "fake", "max_tokens": 200, "messages": QUESTION}
-
-
-@pytest.fixture
-async def hermes(tmp_path: Path) -> AsyncIterator[Scripted]:
-    async with scripted(tmp_path / "model", HERMES) as found:
-        yield found
-
-
-@pytest.fixture
-async def http(hermes: Scripted) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(base_url=hermes.url, timeout=60) as client:
-        yield client
 
 
 async def post(http: httpx2.AsyncClient, **fields: Any) -> dict[str, Any]:

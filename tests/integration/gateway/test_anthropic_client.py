@@ -1,23 +1,15 @@
 """The anthropic package as a client of a gateway."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.gateway.test_anthropic import QUESTION, WEATHER
-from tests.integration.gateway.test_tools import CALL, Scripted, scripted
-from tests.support.chat_templates import HERMES
+from tests.support.scripted_answers import CALL, Scripted
 
 anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
 REQUEST: Any = {"model": "fake", "max_tokens": 200, "messages": QUESTION}
-
-
-@pytest.fixture
-async def hermes(tmp_path: Path) -> AsyncIterator[Scripted]:
-    async with scripted(tmp_path / "model", HERMES) as found:
-        yield found
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """OpenAI's Responses API over real sockets, with the openai package as the client."""
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from openai.types.responses import Response, ResponseCompletedEvent, ResponseInc
 from pydantic import BaseModel
 
 from longleaf.errors import Unavailable
-from tests.integration.gateway.test_tools import CALL, Scripted, scripted
-from tests.support.chat_templates import HERMES
 from tests.support.gateways import opened
+from tests.support.scripted_answers import CALL, Scripted
 from tests.support.service import FakeEngine, serving
 from tests.support.tenants import ACME, BOLT, credential_of, credentials
 
@@ -27,18 +25,6 @@ WEATHER: Any = {
 }
 QUESTION = "Is it cold in Köln?"
 BODY: Any = {"model": "fake", "input": QUESTION}
-
-
-@pytest.fixture
-async def hermes(tmp_path: Path) -> AsyncIterator[Scripted]:
-    async with scripted(tmp_path / "model", HERMES) as found:
-        yield found
-
-
-@pytest.fixture
-async def http(hermes: Scripted) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(base_url=hermes.url, timeout=60) as client:
-        yield client
 
 
 async def create(hermes: Scripted, **fields: Any) -> Response:
