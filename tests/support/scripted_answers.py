@@ -38,7 +38,9 @@ class Scripted:
         """The next answer, three tokens at a time, with an end token."""
         token_ids = TOKENIZER.encode(text, add_special_tokens=False).ids
         if reason == "end_token":
-            token_ids.append(TOKENIZER.token_to_id(END))
+            end = TOKENIZER.token_to_id(END)
+            assert end is not None
+            token_ids.append(end)
         self.engine.answer = tuple(tuple(token_ids[i : i + 3]) for i in range(0, len(token_ids), 3))
         self.engine.reason = reason
 
