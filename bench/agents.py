@@ -57,18 +57,18 @@ class Session:
 
     def __init__(self, client: Client, tokenizer: Any, history: Sequence[Message], num_new: int, seed: int) -> None:
         """`num_new`: tokens by which a turn grows the transcript."""
-        self.client = client
         self.history = list(history)
         self.rows = list[dict[str, int | float]]()
+        self._client = client
         self._tokenizer = tokenizer
         self._num_new = num_new
         self._random = random.Random(seed)
         self._known = list[int]()
         """The last prompt and its answer."""
 
-    def fork(self, num_messages: int, seed: int) -> "Session":
+    def fork(self, client: Client, num_messages: int, seed: int) -> "Session":
         """A session that continues this one after so many messages."""
-        found = Session(self.client, self._tokenizer, self.history[:num_messages], self._num_new, seed)
+        found = Session(client, self._tokenizer, self.history[:num_messages], self._num_new, seed)
         found._known = self._known
         return found
 
@@ -76,7 +76,7 @@ class Session:
         """Adds the result of a tool and asks for the next message."""
         self.history.append(Message("user", words(self._random, self._tokenizer, self._num_new - num_tokens)))
         prompt = prompt_ids(self._tokenizer, self.history)
-        events = list(self.client.chat(self.history, max_tokens=num_tokens, ignore_end_token=True))
+        events = list(self._client.chat(self.history, max_tokens=num_tokens, ignore_end_token=True))
         last = events[-1]
         assert isinstance(last, Finished)
         assert last.usage.prompt_tokens == len(prompt)
@@ -189,7 +189,7 @@ def measure(model: Path, data: Path, options: argparse.Namespace, *, is_whole: b
         yield {"part": "unshared", "first_token_ms": alone.rows[0]["first_token_ms"]}
         half = 1 + 2 * (options.turns // 2)
         for number in range(NUM_FORKS):
-            fork = alone.fork(half, 10 + number)
+            fork = alone.fork(client, half, 10 + number)
             fork.turn(options.answer)
             fork.turn(options.answer)
             yield {"part": f"fork {number + 1}", **fork.summary(0)}
@@ -201,8 +201,7 @@ def measure(model: Path, data: Path, options: argparse.Namespace, *, is_whole: b
         for number, each in enumerate(sessions):
             yield {"part": f"together {number + 1}", **each.summary()}
     with served(model, data) as client:
-        restarted = alone.fork(len(alone.history), 30)
-        restarted.client = client
+        restarted = alone.fork(client, len(alone.history), 30)
         for _ in range(3):
             restarted.turn(options.answer)
         yield {"part": "restarted", **restarted.summary(0)}
